@@ -55,7 +55,7 @@ MEMORY_SECONDS = 1.0
 UNFIT = "REFUSED commit: "
 """Beginning of the error for a commit whose own content is wrong."""
 
-REJECTIONS = ("stale", "quarantined", "attempts", "ungraded", "run_ended")
+REJECTIONS = ("stale", "no_signal", "quarantined", "attempts", "ungraded", "run_ended")
 """Every reason for which a group is rejected."""
 
 

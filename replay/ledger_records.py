@@ -63,6 +63,8 @@ class LedgerSettings:
     """Greatest number of leases at a time."""
     group_bytes: int = 0
     """Worst case of one group's payload in bytes, for stopping leases before Redis is full."""
+    dynamic_sampling: int = 0
+    """Groups without a signal that a row may leave out, see :func:`~tandem.replay.rules.cutting.cut`."""
     offline: bool = False
     """Whether training doesn't use the ledger: nothing is leased, and a reply says why."""
 
@@ -90,6 +92,7 @@ class LedgerSettings:
             group_deadline_seconds=replay.group_deadline_seconds,
             max_inflight=replay.max_inflight,
             group_bytes=group_bytes(config),
+            dynamic_sampling=replay.dynamic_sampling,
             offline=config.learner.source == "offline",
         )
 
@@ -125,6 +128,7 @@ class LedgerSettings:
             "group_deadline_ms": str(int(self.group_deadline_seconds * 1000)),
             "max_inflight": str(self.max_inflight),
             "group_bytes": str(self.group_bytes),
+            "dynamic_sampling": str(self.dynamic_sampling),
             "offline": str(int(self.offline)),
         }
 
@@ -150,6 +154,7 @@ class LedgerSettings:
             group_deadline_seconds=int(stored["group_deadline_ms"]) / 1000,
             max_inflight=int(stored["max_inflight"]),
             group_bytes=int(stored["group_bytes"]),
+            dynamic_sampling=int(stored.get("dynamic_sampling", "0")),
             offline=bool(int(stored["offline"])),
         )
 
@@ -238,6 +243,8 @@ class Row(Record, frozen=True, kw_only=True, forbid_unknown_fields=False, rename
     """Whether it has fewer than B groups; only the last row of a run set in passes may."""
     ids: tuple[RowEntry, ...]
     """Groups of the row, ascending by position."""
+    left_out: Count = 0
+    """Groups without a signal that gave way to later ones; a row without them lacks this field."""
     quarantined: str = ""
     """Why it was not trained on; empty unless its loss or gradient wasn't finite."""
 
@@ -246,6 +253,8 @@ class Row(Record, frozen=True, kw_only=True, forbid_unknown_fields=False, rename
         # Goes through JSON, so that sequences are lists as in Redis and the journal.
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         plain.pop("quarantined")
+        if not self.left_out:
+            plain.pop("left_out")
         return plain
 
     @classmethod

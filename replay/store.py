@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from array import array
@@ -104,12 +105,15 @@ class RunStore(EvaluationStore):
         return stored.all_ids(self.store, source)
 
     def put_traces(self, traces: Iterable[ExpertTrace]) -> None:
-        """Stores graded expert traces."""
+        """Stores graded expert traces, and their rewards by themselves, for the cut of a row."""
 
         def commands() -> Iterable[tuple[int, Command]]:
             for trace in traces:
-                data = wire.encode(trace)
-                yield len(data), ("HSET", self.store.key("traces"), trace.trace_id, data)
+                data, name = wire.encode(trace), trace.trace_id
+                if trace.reward is not None and math.isfinite(trace.reward):
+                    reward = repr(float(trace.reward))
+                    yield len(reward), ("HSET", self.store.key("trace_rewards"), name, reward)
+                yield len(data), ("HSET", self.store.key("traces"), name, data)
 
         self._put(commands())
 

@@ -27,6 +27,9 @@ class ReplayConfig(Section):
     """Number of steps within which groups may be taken out of order; 1 = strict order of ids."""
     late: Literal["drop", "wait"] = "wait"
     """What a cut does with the oldest unfinished group when it would become too stale."""
+    dynamic_sampling: NonNegative = 0
+    """Greatest number of groups without a signal (all rows have the same reward) that a step leaves out, so that
+    later groups take their places (DAPO's dynamic sampling, arXiv 2503.14476 eq. 11); 0 = every group is trained on."""
     lease_seconds: Seconds = 120.0
     """A lease that isn't renewed for this long goes to the next worker."""
     group_deadline_seconds: Seconds = 1800.0

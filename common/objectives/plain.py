@@ -57,7 +57,7 @@ class Dapo(Clipped):
     dual_clip: AboveOne | None = None
 
     equation = "as grpo, ε_low = 0.2, ε_high = 0.28, A = (R − mean) / std, agg = Σ / tokens"
-    source = "arXiv 2503.14476, eq. 8 and 10-12 (overlong shaping is the reward component dapo_overlong; groups without a signal stay in the batch: there is no dynamic sampling)"
+    source = "arXiv 2503.14476, eq. 8 and 10-12 (overlong shaping is the reward component dapo_overlong; dynamic sampling is replay.dynamic_sampling)"
     use = "Long answers, where entropy falls too soon under a symmetric clip."
 
 

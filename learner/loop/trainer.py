@@ -31,7 +31,7 @@ from ...replay.store import RunStore
 from ..adapters import identity
 from ..metrics.idle import Idle
 from ..metrics.ratio_alarm import RatioAlarm, ratios_of
-from ..metrics.reports import describe, trained_on
+from ..metrics.reports import describe, left_out, trained_on
 from ..ranks import Leader
 from ..resume.journal import Journal
 from ..rows.sources import Fetch, StepBatch, source_of
@@ -346,6 +346,7 @@ class Trainer:
         with clock.doing("metrics"):
             compared = self._config.learner.objective.least_verdicts > 1
             metrics = outcome.metrics | describe(step, batch.groups, compared=compared)
+            metrics |= left_out(batch.row, self._config.replay.dynamic_sampling)
         with clock.doing("journal"):
             noted()
         with clock.doing("confirm"):

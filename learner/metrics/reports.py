@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,11 @@ def describe(step: int, groups: Sequence[MixedGroup], *, compared: bool = True) 
             figures["replay/staleness_max"] = float(max(ages))
             figures |= _histogram(ages)
     return figures
+
+
+def left_out(row: Mapping[str, Any], most: int) -> dict[str, float]:
+    """``replay/left_out``: groups without a signal that a step's row left out, if it may leave out ``most``."""
+    return {"replay/left_out": float(row.get("left_out", 0))} if most else {}
 
 
 def _histogram(ages: Sequence[int]) -> dict[str, float]:

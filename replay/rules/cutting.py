@@ -5,13 +5,15 @@ The symbols are those of :mod:`tandem.replay.rules.leases`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 from .leases import Limits, may_lease
 
+EQUAL_REWARDS = 1e-6
+"""Rewards that differ by no more than this count as equal."""
 NO_PLACES: Mapping[int, float] = MappingProxyType({})
 
 
@@ -44,6 +46,24 @@ def must_not_pass_over(
     return not may_lease(journalled + 1, unfinished_rank, groups_per_step, held_step, max_staleness)
 
 
+def has_no_signal(
+    least: float | None, greatest: float | None, of_traces: Sequence[float | None]
+) -> bool:
+    """Whether all rows of a group have one reward, so that none has an advantage over the others.
+
+    Args:
+        least: of its own samples; None if none has a reward.
+        greatest: likewise.
+        of_traces: rewards of its expert rows. Of a reward that isn't known (None) it isn't said.
+    """
+    if least is None or greatest is None:
+        return False
+    known = [reward for reward in of_traces if reward is not None]
+    if len(known) < len(of_traces):
+        return False
+    return max([greatest, *known]) - min([least, *known]) <= EQUAL_REWARDS
+
+
 def asked_for(step: int, journalled: int) -> Literal["again", "next", "refused"]:
     """What ``take(step)`` asks for: an existing row again, the next one, or something refused."""
     if step <= journalled:
@@ -62,6 +82,8 @@ class Cut:
 
     stale: tuple[int, ...] = ()
     """Ids that the sweep rejects as too old, even if no row is written."""
+    no_signal: tuple[int, ...] = ()
+    """Ids that are left out since they would teach nothing, even if no row is written."""
     row: tuple[int, ...] = ()
     """Ids of the row, ascending; empty if none is written."""
     short: bool = False
@@ -86,6 +108,8 @@ def cut(
     cursor: int,
     places: Mapping[int, float] = NO_PLACES,
     ended: bool = False,
+    no_signal: Collection[int] = (),
+    left_out: int = 0,
 ) -> Cut:
     """The sweep and the cut of the next step.
 
@@ -97,6 +121,10 @@ def cut(
         places: positions of ids that were put back, see :func:`~tandem.replay.rules.leases.place_behind`;
             any other id's position is its own number.
         ended: whether the run was ended.
+        no_signal: graded ids that would teach nothing (:func:`has_no_signal`). Only those go that a cut may
+            come to whatever becomes of the unfinished groups, so that in strict order the same ones go
+            however fast each worker is.
+        left_out: how many of them have gone since the last row.
 
     Example: with B = 2, η = 1 and a window of 2 steps, row 2 passes over 4, which was leased to
     a worker with step 0. After it J is 2 and 4 has the rank 0, so J + ⌊r/B⌋ − w = 2 > η: it
@@ -115,21 +143,30 @@ def cut(
     if has_no_more_rows(step, limits.steps, ended):
         return Cut(ended=True)
     stale = tuple(sorted(s for s, oldest in graded.items() if is_stale(step, oldest, bound)))
-    first = sorted(graded.keys() - set(stale), key=place)[:size]
-    row = tuple(sorted(first))
     out = sorted({*leased, *returned}, key=place)
+    kept: list[int] = []
+    gone: list[int] = []
+    for serial in sorted(graded.keys() - set(stale), key=place):
+        before = sum(place(other) < place(serial) for other in out)
+        may_go = left_out + len(gone) < limits.dynamic_sampling
+        if len(kept) == size:
+            break
+        goes = may_go and serial in no_signal and window_allows(before, size, limits.window)
+        (gone if goes else kept).append(serial)
+    swept = Cut(stale=stale, no_signal=tuple(gone))
+    row = tuple(sorted(kept))
     if len(row) < size:
         if out or not 0 < limits.total_groups <= cursor:
-            return Cut(stale=stale, held_by="groups", waits_for=out[0] if out else cursor)
-        return Cut(stale=stale, row=row, short=bool(row), ended=not row)
-    passed = [serial for serial in out if place(serial) < place(first[-1])]
+            return replace(swept, held_by="groups", waits_for=out[0] if out else cursor)
+        return replace(swept, row=row, short=bool(row), ended=not row)
+    passed = [serial for serial in out if place(serial) < place(kept[-1])]
     if not window_allows(len(passed), size, limits.window):
-        return Cut(stale=stale, held_by="window", waits_for=passed[0])
+        return replace(swept, held_by="window", waits_for=passed[0])
     late = tuple(
         serial
         for rank, serial in enumerate(passed)
         if serial in leased and must_not_pass_over(step - 1, rank, size, leased[serial], bound)
     )
     if late and limits.late == "wait":
-        return Cut(stale=stale, held_by="staleness", waits_for=late[0])
-    return Cut(stale=stale, row=row, revoked=late)
+        return replace(swept, held_by="staleness", waits_for=late[0])
+    return replace(swept, row=row, revoked=late)

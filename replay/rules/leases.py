@@ -56,6 +56,8 @@ class Limits:
     """Worst case of one group's payload."""
     group_size: int = 1
     """G."""
+    dynamic_sampling: int = 0
+    """Groups without a signal that a row may leave out."""
     seed: int = 0
     """The run's seed, which keys what :func:`~tandem.replay.rules.mixing.mix` draws."""
     traces_when: str = "always"

@@ -41,6 +41,7 @@ local CHANGEABLE = {
   steps = is_whole(0), passes = is_whole(0), total_groups = is_whole(0, MOST_SERIAL + 1),
   lease_ms = is_whole(0, 1e13), group_deadline_ms = is_whole(0, 1e13),
   max_inflight = is_whole(1), group_bytes = is_whole(0), offline = is_whole(0, 1),
+  dynamic_sampling = is_whole(0),
 }
 
 -- A refusal where the fields aren't exactly those named, each with a value that fits.

@@ -5,7 +5,8 @@
 -- place is what groups are ordered by: the serial, or, of one that was put back (retry), a number
 -- between two serials:
 --   meta              hash    settings; term, journalled (number of the last row), cursor (the
---                             first serial never leased), trimmed (last row whose payloads went)
+--                             first serial never leased), trimmed (last row whose payloads went),
+--                             left_out (groups without a signal since the last row, if any)
 --   leased            zset    serial -> place
 --   deadlines         zset    serial -> ms, of the same members as leased
 --   returned          zset    serial -> place: admitted again after a lease
@@ -20,6 +21,7 @@
 --   payload:<id>:<attempt>:<digest>  string, put by the client beside the script
 --   server            string  INFO's run_id of the server's life that last judged deadlines
 --   heard             string  ms at which some member was last heard of
+--   trace_rewards     hash    trace id -> reward, of those that have one
 --   dead              hash    serial -> what is to be told of a group given up for its failures
 --   evaluations       hash    id -> request; due while in evaluations_open, done once it is in
 --                             evaluation_results, given up where it is in neither
@@ -236,7 +238,7 @@ local NUMBERS = {
   max_staleness = true, window = true, lease_ms = true, group_deadline_ms = true,
   max_attempts = true, max_inflight = true, steps = true, total_groups = true,
   pass_length = true, group_bytes = true, offline = true, least_verdicts = true,
-  group_size = true,
+  group_size = true, dynamic_sampling = true, left_out = true,
 }
 local function meta(...)
   local names = {...}

@@ -37,7 +37,8 @@ end
 
 -- Why a row isn't one that this ledger could have written, or nil; notes each group's serial.
 local function misshapen(row)
-  if type(row) ~= 'table' or not is_count(row.step, 1) or type(row.short) ~= 'boolean' then
+  if type(row) ~= 'table' or not is_count(row.step, 1) or type(row.short) ~= 'boolean'
+      or not is_count(row.left_out or 0) then
     return "isn't an object with a step, short and groups"
   end
   local n, before = length_of(row.groups), -1
@@ -128,9 +129,12 @@ for step = m.journalled + 1, journalled do
     entries[i] = string.format('{"id":"%s","attempt":%d,"digest":"%s","bytes":%d,"traces":%s%s}',
       entry.id, entry.attempt, entry.digest, entry.bytes, traces, replaced)
   end
-  redis.call('hset', key('rows'), step, string.format('{"step":%d,"short":%s,"groups":[%s]}', step,
-    tostring(row.short), table.concat(entries, ',')))
+  local left_out = ''
+  if row.left_out then left_out = string.format(',"left_out":%d', row.left_out) end
+  redis.call('hset', key('rows'), step, string.format('{"step":%d,"short":%s,"groups":[%s]%s}', step,
+    tostring(row.short), table.concat(entries, ','), left_out))
   redis.call('hset', key('meta'), 'journalled', step, 'cursor', cursor)
+  redis.call('hdel', key('meta'), 'left_out')
 end
 local written = journalled - m.journalled
 if written > 0 then

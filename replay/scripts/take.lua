@@ -2,14 +2,15 @@
 -- ARGV: 3 step n, 4 term.
 -- Before: the caller has the newest term; n <= J + 1.
 -- n <= J: the row, without a sweep. n = J + 1: sweeps (graded groups that are too old become
--- rejected(stale, n)) and cuts the B first groups; J becomes n. Nothing else is written where
--- too few are left, or where the cut would pass over more than the window allows.
+-- rejected(stale, n), and up to a limit those in which all rows have one reward rejected(no_signal, n))
+-- and cuts the B first groups; J becomes n. Nothing else is written where too few are left, or where
+-- the cut would pass over more than the window allows.
 -- Answer: '{"row": ..., "quarantined": ...}', '{"waiting": ...}' or '{"ended": true}'.
 local wrong = called('take', 4) or whole(3, 'step') or whole(4, 'term')
 if wrong then return wrong end
 local m, missing = meta('term', 'journalled', 'cursor', 'trimmed', 'groups_per_step',
   'max_staleness', 'window', 'late', 'max_attempts', 'steps', 'total_groups', 'pass_length',
-  'ended', 'state', 'traces_when', 'group_size', 'seed')
+  'ended', 'state', 'traces_when', 'group_size', 'seed', 'dynamic_sampling', 'left_out')
 if not m then return missing end
 local step = tonumber(ARGV[3])
 local refused = fenced(m.term, ARGV[4])
@@ -46,6 +47,63 @@ local function waiting(why, serial)
 end
 
 local size = m.groups_per_step
+
+-- Traces that were chosen at admission, or none where they enter groups that all failed and this one
+-- hasn't. JSON.
+local function entering(traces, correct)
+  if m.traces_when == 'all_failed' and tonumber(correct or 1) > 0 then return '[]' end
+  return traces
+end
+
+-- Whether all rows of a graded group have one reward, those of its traces included. Of a reward that
+-- isn't known it isn't said.
+local EQUAL_REWARDS = 1e-6
+local function has_no_signal(serial)
+  local known = redis.call('hmget', group_key(serial), 'least', 'greatest', 'traces', 'correct')
+  local least, greatest = tonumber(known[1] or ''), tonumber(known[2] or '')
+  if not least or not greatest then return false end
+  local traces = cjson.decode(entering(known[3], known[4]))
+  if #traces > 0 then
+    for _, reward in ipairs(redis.call('hmget', key('trace_rewards'), unpack(traces))) do
+      reward = tonumber(reward or '')
+      if not reward then return false end
+      least, greatest = math.min(least, reward), math.max(greatest, reward)
+    end
+  end
+  return greatest - least <= EQUAL_REWARDS
+end
+
+-- Dynamic sampling: groups that teach nothing give way to later ones. Only those that a cut may come
+-- to, whatever becomes of the groups that aren't finished, so that in strict order the same ones go
+-- however fast each worker is.
+local left = (m.dynamic_sampling or 0) - (m.left_out or 0)
+if left > 0 then
+  local most = (m.window - 1) * size
+  local unfinished = {}
+  for _, set in ipairs({'leased', 'returned'}) do
+    local found = redis.call('zrange', key(set), 0, most, 'withscores')
+    for i = 2, #found, 2 do unfinished[#unfinished + 1] = tonumber(found[i]) end
+  end
+  table.sort(unfinished)
+  local before = '+inf'
+  if unfinished[most + 1] then before = string.format('(%.17g', unfinished[most + 1]) end
+  local kept, left_out = 0, 0
+  for _, serial in ipairs(redis.call('zrangebyscore', key('graded'), '-inf', before, 'limit', 0,
+      size + left)) do
+    if kept == size or left_out == left then break end
+    if has_no_signal(serial) then
+      reject(tonumber(serial), 'no_signal', step, m.pass_length)
+      left_out = left_out + 1
+    else
+      kept = kept + 1
+    end
+  end
+  if left_out > 0 then
+    m.left_out = redis.call('hincrby', key('meta'), 'left_out', left_out)
+    hint('taken')
+  end
+end
+
 local cut = redis.call('zrange', key('graded'), 0, size - 1)
 local short = false
 if #cut < size then
@@ -93,12 +151,12 @@ end
 -- A row is told by position, also where a group that was put back came later.
 table.sort(cut, function(one, other) return tonumber(one) < tonumber(other) end)
 
--- Traces that were chosen at admission, and places of the own samples that give way to them: where
--- traces enter groups that all failed, they replace samples without a verdict, which are no rows, and
--- then the own rows whose SHA-1 of (seed, step, id, place) is least. JSON; '' where none gives way.
+-- The traces of a row, and places of the own samples that give way to them: where traces enter groups
+-- that all failed, they replace samples without a verdict, which are no rows, and then the own rows
+-- whose SHA-1 of (seed, step, id, place) is least. JSON; '' where none gives way.
 local function mixed(id, traces, correct, own_rows)
-  if m.traces_when ~= 'all_failed' then return traces, '' end
-  if not correct or tonumber(correct) > 0 then return '[]', '' end
+  traces = entering(traces, correct)
+  if m.traces_when ~= 'all_failed' or traces == '[]' then return traces, '' end
   local rows, drawn, chosen = cjson.decode(own_rows), {}, {}
   for i, place in ipairs(rows) do
     drawn[i] = {redis.sha1hex(table.concat({'replaced', m.seed, step, id, place}, ':')), place}
@@ -130,8 +188,13 @@ many(cut, 'zrem', key('ages'))
 many(names, 'unlink')
 set_finals(finals)
 many(taken, 'zadd', key('taken'))
-local row = string.format('{"step":%d,"short":%s,"groups":[%s]}', step, tostring(short),
-  table.concat(entries, ','))
+local left_out = ''
+if m.left_out then
+  left_out = ',"left_out":' .. m.left_out
+  redis.call('hdel', key('meta'), 'left_out')
+end
+local row = string.format('{"step":%d,"short":%s,"groups":[%s]%s}', step, tostring(short),
+  table.concat(entries, ','), left_out)
 redis.call('hset', key('rows'), step, row)
 redis.call('hset', key('meta'), 'journalled', step)
 hint('taken')

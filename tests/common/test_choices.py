@@ -497,6 +497,31 @@ def test_traces_chosen_after_grading_need_graded_groups_and_whole_traces(
         build("expert.when=all_failed", *overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["learner.objective.advantage=none"], "learns from these too"),
+        (["learner.objective.name=ppo"], "learns from these too"),
+        (["learner.objective.name=rl_sft_loss", FRESH], "their expert rows whatever they are paid"),
+        (["learner.objective.kl_reward_coefficient=0.1"], "set one of the two to 0"),
+        (
+            [
+                "learner.objective.turn_discount=0.9",
+                "environments.use={e: {form: text, target: 'a.b:C'}}",
+            ],
+            "their turns may differ",
+        ),
+    ],
+)
+def test_groups_without_a_signal_are_left_out_only_where_they_teach_nothing(
+    overrides: list[str], told: str
+):
+    with pytest.raises(ConfigError, match=rf"replay\.dynamic_sampling=4 .*{told}"):
+        build("expert.per_group=1", "replay.dynamic_sampling=4", *overrides)
+    build("expert.per_group=1", "replay.dynamic_sampling=4")
+    build("replay.dynamic_sampling=4", "learner.source=offline", "learner.objective.advantage=none")
+
+
 def test_where_traces_enter_after_grading_all_own_samples_are_asked_for():
     config = build("rollout.group_size=2", "expert.per_group=1", "expert.when=all_failed")
     assert own_rows(config) == 2

@@ -139,7 +139,7 @@ class Histories(Moves):
         oldest=st.sampled_from(["held", "held", "newer", "older", "none"]),
         verdicts=st.sampled_from([2, 2, 2, 1, 0]),
         shift=st.sampled_from([0, 0, 0, 1, -1]),
-        flavour=st.integers(1, 2),
+        flavour=st.integers(0, 4),
     )
     def groups_are_committed(
         self, places: list[int], oldest: str, verdicts: int, shift: int, flavour: int

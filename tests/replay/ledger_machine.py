@@ -86,6 +86,18 @@ KINDS: dict[str, dict[str, Any]] = {
 """Settings that a history has; the others are chosen."""
 
 
+TRACES: tuple[tuple[str, ...], ...] = (
+    (),
+    ("a/1#0",),
+    ("a/2#0", "a/2#1"),
+    ("a/1#0", "a/2#0"),
+    ("a/1#0", "a/2#1"),
+)
+"""Of a group, by its flavour."""
+TRACE_REWARDS = {"a/1#0": 0.0, "a/2#0": 0.5}
+"""Of "a/2#1" no reward is known."""
+
+
 @st.composite
 def run_settings(draw: st.DrawFn) -> dict[str, Any]:
     """The settings that ``KINDS`` leave open, and the first position that workers come to."""
@@ -102,6 +114,7 @@ def run_settings(draw: st.DrawFn) -> dict[str, Any]:
         "lease_seconds": 10.0,
         "group_deadline_seconds": draw(st.sampled_from([4.0, 25.0])),
         "max_inflight": draw(st.sampled_from([100] * 5 + [2])),
+        "dynamic_sampling": draw(st.sampled_from([0, 1, 3])),
         "group_bytes": 100,
         # Fields of the final states are kept in buckets of 256.
         "cursor": draw(st.sampled_from([0, 0, 254])),
@@ -208,9 +221,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.client.set(key("clock"), START_MS)
         length = settings["sources"][0][1]
         self.client.set(key("problem_rows:a"), struct.pack(f"<{length}I", *range(length)))
+        rewards = {name: repr(reward) for name, reward in TRACE_REWARDS.items()}
+        self.client.hset(key("trace_rewards"), mapping=rewards)
         self.learner.create(self.settings)
         self.model = LedgerModel(
-            limits=self.limits(), pass_length=length, now=START_MS, cursor=cursor
+            limits=self.limits(),
+            pass_length=length,
+            now=START_MS,
+            cursor=cursor,
+            trace_rewards=TRACE_REWARDS,
         )
         self.first = cursor
         if cursor:
@@ -226,6 +245,7 @@ class LedgerMachine(RuleBasedStateMachine):
             max_attempts=s.max_attempts,
             least_verdicts=s.least_verdicts,
             group_size=s.group_size,
+            dynamic_sampling=s.dynamic_sampling,
             seed=s.seed,
             traces_when=s.traces_when,
             max_inflight=s.max_inflight,

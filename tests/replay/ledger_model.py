@@ -51,6 +51,7 @@ class Live:
     traces: tuple[str, ...] = ()
     correct: int = 0
     own_rows: tuple[int, ...] = ()
+    rewards: tuple[float, ...] = ()
     nbytes: int = 0
 
 
@@ -85,6 +86,9 @@ class LedgerModel:
     """The server was restarted since deadlines were last judged."""
     waiting: int | None = None
     """Whom the last take waited for."""
+    left_out: int = 0
+    """Groups without a signal since the last row."""
+    trace_rewards: dict[str, float] = field(default_factory=dict)
 
     # -- sets ------------------------------------------------------------------------------
 
@@ -282,6 +286,7 @@ class LedgerModel:
         traces: tuple[str, ...] = (),
         correct: int = 0,
         own_rows: tuple[int, ...] = (),
+        rewards: tuple[float, ...] = (),
         payload: Literal["inline", "put", "none"],
     ) -> tuple[str, str]:
         name = (self.id_of(serial), attempt, digest)
@@ -302,7 +307,7 @@ class LedgerModel:
             self.payloads[name] = True
             group.state, group.deadline = "graded", None
             group.digest, group.nbytes, group.oldest = digest, nbytes, oldest
-            group.traces, group.correct = traces, correct
+            group.traces, group.correct, group.rewards = traces, correct, rewards
             group.own_rows = own_rows if self.limits.traces_when == "all_failed" else ()
         return verdict, why
 
@@ -334,9 +339,14 @@ class LedgerModel:
             cursor=self.cursor,
             places={s: g.place for s, g in self.live.items()},
             ended=self.ended is not None,
+            no_signal=[s for s, group in self.of("graded").items() if self._has_no_signal(group)],
+            left_out=self.left_out,
         )
         for serial in done.stale:
             self._reject(serial, "stale", step)
+        for serial in done.no_signal:
+            self._reject(serial, "no_signal", step)
+        self.left_out += len(done.no_signal)
         if done.ended:
             self.ended = self.ended if over else "all its groups are in rows or rejected"
             return "ended", None
@@ -372,9 +382,20 @@ class LedgerModel:
             )
             self.final[serial] = ("T", step, group.attempt, "")
             self.taken[serial] = step
+        if self.left_out:
+            row["left_out"], self.left_out = self.left_out, 0
         self.rows[step] = row
         self.journalled = step
         return "row", (row, "")
+
+    def _has_no_signal(self, group: Live) -> bool:
+        when = self.limits.traces_when
+        enter = group.traces if when == "always" or not group.correct else ()
+        return cutting.has_no_signal(
+            min(group.rewards, default=None),
+            max(group.rewards, default=None),
+            [self.trace_rewards.get(name) for name in enter],
+        )
 
     def _open(self, step: int) -> list[int]:
         return [serial for serial, at in self.taken.items() if at == step]
@@ -455,6 +476,7 @@ class LedgerModel:
             self.taken[serial] = row["step"]
         self.rows[row["step"]] = row
         self.journalled = row["step"]
+        self.left_out = 0
 
     # -- people ----------------------------------------------------------------------------
 
@@ -485,7 +507,7 @@ class LedgerModel:
         found = {state: len(self.of(state)) for state in ("admitted", "leased", "graded")}
         found["taken"] = len(self.taken)
         found["trained"] = sum(letter == "D" for letter, *_ in self.final.values())
-        for reason in ("stale", "quarantined", "attempts", "ungraded", "run_ended"):
+        for reason in ("stale", "no_signal", "quarantined", "attempts", "ungraded", "run_ended"):
             found[f"rejected:{reason}"] = sum(
                 letter == "R" and why == reason for letter, _, _, why in self.final.values()
             )

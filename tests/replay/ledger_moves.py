@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ledger_machine import WORKERS, Handed, LedgerMachine
+from ledger_machine import TRACES, WORKERS, Handed, LedgerMachine
 
 from tandem.common.records import Verdict, Version
 from tandem.replay.dead_letters import retry
@@ -25,6 +25,7 @@ def of_samples(group: Any) -> dict[str, Any]:
     return {
         "correct": verdicts.count(Verdict.CORRECT),
         "own_rows": tuple(i for i, v in enumerate(verdicts) if v is not Verdict.CRASHED),
+        "rewards": tuple(s.reward for s in group.samples if s.reward is not None),
     }
 
 
@@ -65,8 +66,9 @@ class Moves(LedgerMachine):
         oldest: str = "held",
         verdicts: int = 2,
         shift: int = 0,
-        flavour: int = 1,
+        flavour: int | None = None,
     ) -> None:
+        """Without a flavour groups have one by their number."""
         if not chosen:
             return
         groups, asked = [], []
@@ -76,7 +78,8 @@ class Moves(LedgerMachine):
             )
             if step is not None and step < 0:
                 step = 0
-            group = self.group(one.serial, one.attempt + shift, step, verdicts, flavour)
+            kind = one.serial % len(TRACES) if flavour is None else flavour
+            group = self.group(one.serial, one.attempt + shift, step, verdicts, kind)
             groups.append(group)
             payload = Payload.of(group, one.serial)
             asked.append((one, group, payload, step))
@@ -108,12 +111,12 @@ class Moves(LedgerMachine):
     def group(
         self, serial: int, attempt: int, step: int | None, verdicts: int, flavour: int
     ) -> Any:
-        """Of flavour 1 all samples failed, of flavour 2 one is correct."""
+        """Of flavour 0 and 2 a sample is correct, of the others all failed."""
         sample = self.make.sample
         wrong = sample(step, reward=0.0, verdict=Verdict.WRONG)
         crashed = sample(step, reward=None, verdict=Verdict.CRASHED)
         samples = [crashed] * (2 - verdicts) + [wrong] * verdicts
-        if flavour == 2 and verdicts:
+        if flavour in (0, 2) and verdicts:
             samples[-1] = sample(step, reward=0.5)
 
         class Of:
@@ -121,8 +124,7 @@ class Moves(LedgerMachine):
             problem_id = "a/0"
 
         Of.attempt = max(1, attempt)  # type: ignore[attr-defined]
-        traces = [(), ("a/1#0",), ("a/2#0", "a/2#1")][flavour]
-        return self.make.graded(Of, step, samples=tuple(samples), trace_ids=traces)
+        return self.make.graded(Of, step, samples=tuple(samples), trace_ids=TRACES[flavour])
 
     def commit_without_payload(self, one: Handed, flavour: int) -> None:
         group = self.group(one.serial, one.attempt, one.held, 2, flavour)

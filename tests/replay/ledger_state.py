@@ -103,7 +103,8 @@ def observe(store: Store) -> dict[str, Any]:
     bitmaps = ("trained", *(f"rejected:{reason}" for reason in REJECTIONS))
     return {
         "meta": {name: meta.get(name, "") for name in ("state", "ended")}
-        | {name: int(meta[name]) for name in ("term", "journalled", "cursor", "trimmed")},
+        | {name: int(meta[name]) for name in ("term", "journalled", "cursor", "trimmed")}
+        | {"left_out": int(meta.get("left_out", 0))},
         "leased": scored("leased"),
         "deadlines": scored("deadlines"),
         "returned": scored("returned"),
@@ -180,6 +181,7 @@ def expected(model: LedgerModel) -> dict[str, Any]:
             "journalled": model.journalled,
             "cursor": model.cursor,
             "trimmed": model.trimmed,
+            "left_out": model.left_out,
         },
         "leased": places(model.of("leased")),
         "deadlines": {s: g.deadline for s, g in model.of("leased").items()},

@@ -143,6 +143,47 @@ def test_a_lease_that_a_row_would_make_too_old_holds_it_or_is_revoked():
     assert (dropped.row, dropped.revoked) == ((4, 5), (3,))
 
 
+@pytest.mark.parametrize(
+    ("least", "greatest", "traces", "none"),
+    [
+        (0.0, 0.0, [], True),
+        (0.3, 0.3000005, [], True),
+        (0.3, 0.301, [], False),
+        (1.0, 1.0, [1.0], True),
+        (0.0, 0.0, [1.0], False),  # an expert can help where all failed
+        (1.0, 1.0, [None], False),
+        (None, None, [], False),
+    ],
+)
+def test_a_group_has_no_signal_where_all_rows_have_one_reward(
+    least: float | None, greatest: float | None, traces: list[float | None], none: bool
+):
+    assert cutting.has_no_signal(least, greatest, traces) is none
+
+
+def test_groups_without_a_signal_give_way_to_later_ones_up_to_a_limit():
+    limits = replace(LIMITS, window=1, dynamic_sampling=3)
+    graded = dict.fromkeys(range(7), 0)
+    done = cut(limits, graded=graded, no_signal={0, 2, 3, 4, 6})
+    assert (done.row, done.no_signal) == ((1, 4), (0, 2, 3))
+    spent = cut(limits, graded=graded, no_signal=set(range(7)), left_out=3)
+    assert (spent.row, spent.no_signal) == ((0, 1), ())
+    assert not cut(LIMITS, graded=graded, no_signal={0}).no_signal
+
+
+def test_in_strict_order_nothing_goes_before_all_ahead_of_it_is_decided():
+    limits = replace(LIMITS, window=1, dynamic_sampling=3)
+    asked = {"graded": {0: 0, 2: 0, 4: 0}, "no_signal": {0, 2, 4}}
+    assert cut(limits, leased={1: 0}, returned={3}, **asked).no_signal == (0,)
+    assert cut(limits, returned={3}, **asked).no_signal == (0, 2)
+    # A window of two steps may pass over two.
+    assert cut(replace(limits, window=2), leased={1: 0}, returned={3}, **asked).no_signal == (
+        0,
+        2,
+        4,
+    )
+
+
 def test_a_run_that_ended_goes_on_with_more_steps_or_groups_only():
     assert rules.goes_on(replace(LIMITS, steps=3), journalled=2, cursor=99)
     assert not rules.goes_on(replace(LIMITS, steps=2), journalled=2, cursor=0)

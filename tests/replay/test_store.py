@@ -126,6 +126,8 @@ def test_a_problem_id_without_a_row_is_refused(run: RunStore, make: Any):
 
 def test_trace_ids_are_in_ledger_order(run: RunStore):
     run.put_traces(trace(i) for i in ("b/1#0", "a/10#0", "a/2#1", "a/2#0"))
+    # The cut of a row asks for their rewards alone.
+    assert run.store.redis.hget(run.store.key("trace_rewards"), "a/2#1") == b"1.0"
     assert run.all_trace_ids() == ["a/2#0", "a/2#1", "a/10#0", "b/1#0"]
     assert run.traces(["a/10#0"])[0].problem_id == "a/10"
 

@@ -120,8 +120,32 @@ def _traces_after_grading(config: Config) -> str | None:
     return None
 
 
+def _dynamic_sampling(config: Config) -> str | None:
+    objective, most = config.learner.objective, config.replay.dynamic_sampling
+    if not most or not _online(config):
+        return None
+    said = f"replay.dynamic_sampling={most} leaves out groups whose rows all have one reward, and "
+    name = f"learner.objective.name={objective.name}"
+    if objective.least_verdicts < 2:
+        return (
+            f"{said}{name} with advantage={objective.baseline} learns from these too, since it compares no "
+            f"rows of a group: set it to 0, or choose an advantage that does"
+        )
+    if objective.alone == "always" and config.expert.per_group:
+        return f"{said}{name} learns from their expert rows whatever they are paid: set it to 0"
+    if objective.penalises_reward:
+        return (
+            f"{said}learner.objective.kl_reward_coefficient pays their rows differently: set one of the "
+            f"two to 0"
+        )
+    if getattr(objective, "turn_discount", None) is not None:
+        return f"{said}with learner.objective.turn_discount their turns may differ: set it to 0"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     _missing,
+    _dynamic_sampling,
     environments,
     _traces_after_grading,
     _group_baseline,

@@ -35,6 +35,7 @@ CHANGEABLE: tuple[str, ...] = (
     "model.attention",
     "replay.redis_*",
     "replay.durability",
+    "replay.dynamic_sampling",
     "replay.lease_seconds",
     "replay.group_deadline_seconds",
     "replay.max_inflight",
