@@ -33,6 +33,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.byhand
 @pytest.mark.timeout(600)
 def test_a_run_with_adapters_resumes_to_the_same_bytes_and_exports_both_forms(
     tmp_path: Path,

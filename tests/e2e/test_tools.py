@@ -92,6 +92,7 @@ def test_without_the_tool_nothing_is_called_and_nothing_learned(tmp_path: Path) 
                 assert (sample.source == Source.OWN).all()
 
 
+@pytest.mark.byhand
 @pytest.mark.timeout(300)
 def test_an_agent_with_an_openai_client_is_trained_by_the_command_in_the_docs(
     tmp_path: Path, root: Path

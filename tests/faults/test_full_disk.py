@@ -66,6 +66,7 @@ def test_a_disk_that_fills_and_empties_twice_costs_a_run_nothing(
     assert found.figures["groups trained"] == found.figures["groups of the run"] > 90
 
 
+@pytest.mark.byhand
 def test_a_run_that_finds_no_space_drains_at_its_bound_and_goes_on_when_it_is_started_again(
     small_disk: Callable[[int], Any], tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_part_has_its_figures(part: str, tmp_path: Path) -> None:
         assert plain["seconds"] > 0
 
 
+@pytest.mark.byhand
 @pytest.mark.timeout(420)
 def test_what_needs_a_gpu_says_so(tmp_path: Path) -> None:
     status, found, _ = run(tmp_path / "out", "--only", *NEEDS_GPU, by=("bash", str(START)))

@@ -186,6 +186,7 @@ def test_two_hosts_train_as_two_ranks_of_one_host(cluster: Cluster) -> None:
     assert max(abs(alone[name] - apart[name]).max() for name in alone) < 1e-5
 
 
+@pytest.mark.byhand
 def test_torchrun_places_the_ranks_of_a_run_that_leaves_them_to_it(cluster: Cluster) -> None:
     first = cluster.network.hosts[0]
     cluster.start(

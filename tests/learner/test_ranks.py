@@ -77,6 +77,7 @@ def test_the_parameters_have_moved(alone: Trained, made_up: Any) -> None:
         assert max(moved) > 1e-4, name
 
 
+@pytest.mark.byhand
 def test_adapters_train_alike_at_every_stage_and_on_two_ranks(
     folder: Path, many: ModuleType
 ) -> None:

@@ -203,7 +203,13 @@ def _chains(path: Path, count: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    "engine", ["torch", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)])]
+    "engine",
+    [
+        "torch",
+        pytest.param(
+            "vllm", marks=[pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(300)]
+        ),
+    ],
 )
 def test_the_command_samples_from_the_nucleus_that_it_is_told(
     engine: str, tmp_path: Path, tandem_command: str

@@ -134,7 +134,9 @@ def made_up_prompts(folder: Path, count: int) -> list[list[int]]:
     params=[
         "torch",
         "torch-lora",
-        pytest.param("vllm-lora", marks=[pytest.mark.vllm, pytest.mark.timeout(300)]),
+        pytest.param(
+            "vllm-lora", marks=[pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(300)]
+        ),
         pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)]),
         # Two tensor-parallel ranks on CPUs.
         pytest.param(
