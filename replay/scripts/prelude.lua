@@ -266,6 +266,15 @@ local function id_of(serial, pass_length)
   return string.format('%d-%d', math.floor(serial / pass_length), serial % pass_length)
 end
 
+-- The inverse; nil of what is no id.
+local function serial_of(id, pass_length)
+  if type(id) ~= 'string' or #id > 21 then return nil end
+  local pass, position = string.match(id, '^(%d+)-(%d+)$')
+  if not pass then return nil end
+  local serial = tonumber(pass) * pass_length + tonumber(position)
+  if serial <= MOST_SERIAL and id_of(serial, pass_length) == id then return serial end
+end
+
 local function group_key(serial) return key('group:' .. serial) end
 
 local function final_place(serial)
