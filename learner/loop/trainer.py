@@ -423,7 +423,11 @@ class Trainer:
     def _use_up(self, step: int, reason: str) -> None:
         self._source.quarantine(step, self._term, reason, max(0, self._saver.saved))
         self._step = step
-        self._publishing.restamp(self._version)
+        if self._publishing.has(self._journal.applied_step):
+            self._publishing.restamp(self._version)
+        else:
+            # With weights.every over 1, the weights of the last steps are published nowhere.
+            self._publishing.publish(self._version)
 
     def _rewind(self, step: int) -> None:
         newest = self._saver.load_newest(self._journal.last_step)

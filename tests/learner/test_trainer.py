@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -30,12 +31,17 @@ from safetensors.torch import load_file
 from tandem.common import wire
 from tandem.common.config import to_yaml
 from tandem.common.errors import DataError, RunFailedError
+from tandem.common.models import resolve
 from tandem.common.records import Group, Version
+from tandem.common.weights.receiver import Target, WeightReceiver
+from tandem.common.weights.shared_memory import StagedTensors
 from tandem.launch.cli import main
 from tandem.learner.resume.journal import read, trained
 from tandem.learner.resume.state_files import POLICY
 from tandem.replay import archive
+from tandem.replay.evaluating.evaluations import EvaluationRequest
 from tandem.replay.ledger_records import Lease
+from tandem.replay.members import membership
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
@@ -479,6 +485,51 @@ def test_steps_that_are_not_finite_are_quarantined_and_undone(
     finish(clean, launch(clean))
     for name, tensor in weights(clean).items():
         assert torch.equal(weights(run)[name], tensor), name
+
+
+def test_a_quarantined_version_has_the_weights_of_the_steps_before_it(
+    start_run: StartRun, launch: Launch
+) -> None:
+    """Where not every step is published: the last one that was is older than they are."""
+    run = start_run(
+        run={"steps": 4},
+        weights={"every": 2},
+        data={"evaluate": [{"path": "x", "name": "held"}]},
+        evaluate={"at_end": True},
+    )
+    poison(run, {"1-0"})
+    begun = load_file(Path(resolve(run.config.model.path)) / "model.safetensors")
+    held = {name: tensor.clone() for name, tensor in begun.items()}
+    steps = []
+
+    def load(staged: StagedTensors | None, version: Version) -> float:
+        for name, tensor in staged.tensors() if staged is not None else []:
+            held[name].copy_(tensor)
+        steps.append(version.step)
+        return 0.0
+
+    def evaluates(request: EvaluationRequest) -> bool:
+        until(lambda: request.step in steps, f"the weights of step {request.step}")
+        return True
+
+    receiver = WeightReceiver(
+        membership(run.store, "rollout-0"),
+        run.config,
+        Target(
+            specs=[(n, tuple(t.shape), run.config.engine_dtype) for n, t in begun.items()],
+            load=load,
+        ),
+        run.ledger.term,
+    )
+    run.evaluates = evaluates
+    run.work()
+    with contextlib.closing(receiver):
+        receiver.start()
+        log = finish(run, launch(run))
+    assert "step 4: loss or gradient not finite" in log
+    assert told(run) == ["held@4"]
+    for name, tensor in weights(run).items():
+        assert torch.equal(held[name], tensor), name
 
 
 def sampled_elsewhere(run: Any, groups: set[str]) -> None:
