@@ -348,9 +348,21 @@ class Ledger:
         """taken(step) → trained."""
         self.store.script("confirm", step, term)
 
-    def quarantine(self, step: int, term: int, reason: str) -> None:
-        """taken(step) → rejected(quarantined), since its loss or gradient wasn't finite."""
-        self.store.script("quarantine", step, term, reason)
+    def quarantine(self, step: int, term: int, reason: str, checkpoint: int) -> None:
+        """taken(step) → rejected(quarantined), since it changed nothing; above the checkpoint that the
+        learner has gone back to, trained(step) as well.
+
+        Args:
+            step: the step's number.
+            term: the learner's term.
+            reason: why, for people.
+            checkpoint: step of the newest checkpoint; 0 if there is none.
+
+        Raises:
+            FencedError: a newer learner has taken over.
+            StoreError: the step has no row, or is trained and in a checkpoint.
+        """
+        self.store.script("quarantine", step, term, reason, checkpoint)
 
     def durable(self, step: int, term: int) -> None:
         """Deletes rows and payloads up to ``step``, where the oldest kept checkpoint is."""

@@ -75,6 +75,10 @@ class Publishing:
         self._leader.engine.memory.staged = int(self._sender.stats()["buffer_bytes"])
         self._published = version
 
+    def has(self, step: int) -> bool:
+        """Whether the published weights have the update of this step."""
+        return self._published is not None and self._published.step >= step
+
     def restamp(self, version: Version) -> None:
         """Says that the published weights are this version too."""
         if self._sender is not None:

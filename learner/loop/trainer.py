@@ -319,8 +319,7 @@ class Trainer:
         step = batch.step
         with clock.doing("journal"):
             written = self._journal.row(self._term, step, batch.row)
-        known = self._journal.outcome(step)
-        if batch.quarantined or known == "quarantined":
+        if batch.quarantined or self._journal.outcome(step) == "quarantined":
             written()
             self._use_up(step, "quarantined before")
             return
@@ -328,7 +327,7 @@ class Trainer:
             # Before it is trained on, so that no step of the weights is missing there.
             with clock.doing("archive"):
                 self._reporter.archive(batch)
-        outcome = self._update(batch, written, settled=known == "applied")
+        outcome = self._update(batch, written, settled=self._journal.was_applied(step))
         alarm = self._alarm.take(step, outcome.metrics, warn=not outcome.refused)
         if not outcome.applied:
             figures = {"train/applied": 0.0, **ratios_of(outcome.metrics)}
@@ -423,9 +422,13 @@ class Trainer:
             )
 
     def _use_up(self, step: int, reason: str) -> None:
-        self._source.quarantine(step, self._term, reason)
+        self._source.quarantine(step, self._term, reason, max(0, self._saver.saved))
         self._step = step
-        self._publishing.restamp(self._version)
+        if self._publishing.has(self._journal.applied_step):
+            self._publishing.restamp(self._version)
+        else:
+            # With weights.every over 1, the weights of the last steps are published nowhere.
+            self._publishing.publish(self._version)
 
     def _rewind(self, step: int) -> None:
         newest = self._saver.load_newest(self._journal.last_step)

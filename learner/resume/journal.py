@@ -42,8 +42,9 @@ from .journal_file import (
 log = logging.getLogger("tandem.learner")
 DISK_SECONDS = 300.0
 """How long the disk may take for a record; a network file system may hang for minutes and recover."""
-_OUTCOMES = ("", "applied", "quarantined")
-_GIVEN_UP = bytes([0, 0, *range(2, 256)])
+_OUTCOMES = ("", "applied", "quarantined", "")
+"""By their codes; the last one: applied on a line of history that was given up."""
+_GIVEN_UP = bytes([0, 3, *range(2, 256)])
 """Outcomes after a resume below them: quarantined stays, since the same samples would fail again."""
 UntilOnDisk = Callable[[], None]
 """Returns once a record is on disk."""
@@ -144,7 +145,12 @@ class History:
 
     def outcomes(self) -> dict[int, str]:
         """The outcome of every step that has one."""
-        return {step: _OUTCOMES[one] for step, one in enumerate(self._outcomes, 1) if one}
+        named = enumerate(map(_OUTCOMES.__getitem__, self._outcomes), 1)
+        return {step: outcome for step, outcome in named if outcome}
+
+    def was_applied(self, step: int) -> bool:
+        """Whether the step's update was ever in the weights, be it on a line that was given up."""
+        return 0 < step <= self.last_step and self._outcomes[step - 1] in (1, 3)
 
     def check(self, step: int, row: Mapping[str, Any]) -> None:
         """Compares a step's row with the one in the journal.

@@ -87,8 +87,12 @@ class BatchSource(ABC):
         """Records that the step is trained."""
 
     @abstractmethod
-    def quarantine(self, step: int, term: int, reason: str) -> None:
-        """Records that the step used up its number and changed nothing."""
+    def quarantine(self, step: int, term: int, reason: str, checkpoint: int) -> None:
+        """Records that the step used up its number and changed nothing.
+
+        It may have been trained before the learner went back to the newest checkpoint, whose step is
+        ``checkpoint``.
+        """
 
     @abstractmethod
     def durable(self, step: int, term: int) -> None:
@@ -158,7 +162,7 @@ class LedgerSource(BatchSource):
         for taken in self._ledger.open_steps():
             outcome = journal.outcome(taken)
             if outcome == "quarantined":
-                self._ledger.quarantine(taken, term, "quarantined before")
+                self._ledger.quarantine(taken, term, "quarantined before", step)
             elif outcome == "applied" and taken <= step:
                 self._ledger.confirm(taken, term)
         return self._ledger.journalled()
@@ -186,8 +190,8 @@ class LedgerSource(BatchSource):
     def confirm(self, step: int, term: int) -> None:
         self._ledger.confirm(step, term)
 
-    def quarantine(self, step: int, term: int, reason: str) -> None:
-        self._ledger.quarantine(step, term, reason)
+    def quarantine(self, step: int, term: int, reason: str, checkpoint: int) -> None:
+        self._ledger.quarantine(step, term, reason, checkpoint)
 
     def durable(self, step: int, term: int) -> None:
         self._ledger.durable(step, term)
@@ -237,7 +241,7 @@ class StoredSource(BatchSource):
     def confirm(self, step: int, term: int) -> None:
         """Does nothing: the journal alone keeps count."""
 
-    def quarantine(self, step: int, term: int, reason: str) -> None:
+    def quarantine(self, step: int, term: int, reason: str, checkpoint: int) -> None:
         """Does nothing: the journal alone keeps count."""
 
     def durable(self, step: int, term: int) -> None:

@@ -30,7 +30,7 @@
 --   evaluation_failures  hash id -> <failed attempts> <why the last one failed>
 --   evaluation_results   hash id -> result; the first one stands
 --   evaluation_samples   hash id -> samples of a job that no run has asked for, until they are taken
---   answers:<caller>  hash    request number -> name of the script and its answer
+--   answers:<caller>  hash    request number % 64 -> that number, name of the script and its answer
 -- Sizes are read from these sets; nothing is counted beside them.
 --
 -- ARGV[1] is the caller, ARGV[2] its request number.
@@ -215,19 +215,19 @@ end
 
 -- The answer that this very request got before, or nil; or a refusal, if another script gave one.
 local function first_answer()
-  local kept = redis.call('hget', key('answers:' .. caller), request)
+  local kept = redis.call('hget', key('answers:' .. caller), request % ANSWERS_KEPT)
   if not kept then return nil end
-  local name, given = string.match(kept, '^(%S+) (.*)$')
+  local number, name, given = string.match(kept, '^(%d+) (%S+) (.*)$')
+  if number ~= ARGV[2] then return nil end
   if name == script then return given end
   return refuse('request ' .. request .. ' of caller ' .. shown(caller) .. ' was a ' .. name ..
     ': nothing was changed; each call has a number of its own')
 end
 
--- Keeps the answer for a repeat of this request, and returns it.
+-- Keeps the answer for a repeat of this request, in the place of an earlier one, and returns it.
 local function answer(given)
   local name = key('answers:' .. caller)
-  redis.call('hset', name, request, script .. ' ' .. given)
-  redis.call('hdel', name, request - ANSWERS_KEPT)
+  redis.call('hset', name, request % ANSWERS_KEPT, ARGV[2] .. ' ' .. script .. ' ' .. given)
   redis.call('expire', name, ANSWERS_SECONDS)
   return given
 end
@@ -266,6 +266,15 @@ end
 
 local function id_of(serial, pass_length)
   return string.format('%d-%d', math.floor(serial / pass_length), serial % pass_length)
+end
+
+-- The inverse; nil of what is no id.
+local function serial_of(id, pass_length)
+  if type(id) ~= 'string' or #id > 21 then return nil end
+  local pass, position = string.match(id, '^(%d+)-(%d+)$')
+  if not pass then return nil end
+  local serial = tonumber(pass) * pass_length + tonumber(position)
+  if serial <= MOST_SERIAL and id_of(serial, pass_length) == id then return serial end
 end
 
 local function group_key(serial) return key('group:' .. serial) end

@@ -27,14 +27,6 @@ local function ids_of(row)
   return table.concat(ids, ' ')
 end
 
-local function serial_of(id)
-  if type(id) ~= 'string' or #id > 21 then return nil end
-  local pass, position = string.match(id, '^(%d+)-(%d+)$')
-  if not pass then return nil end
-  local serial = tonumber(pass) * m.pass_length + tonumber(position)
-  if serial <= MOST_SERIAL and id_of(serial, m.pass_length) == id then return serial end
-end
-
 -- Why a row isn't one that this ledger could have written, or nil; notes each group's serial.
 local function misshapen(row)
   if type(row) ~= 'table' or not is_count(row.step, 1) or type(row.short) ~= 'boolean'
@@ -47,7 +39,7 @@ local function misshapen(row)
       .. m.groups_per_step
   end
   for _, entry in ipairs(row.groups) do
-    local serial = type(entry) == 'table' and serial_of(entry.id)
+    local serial = type(entry) == 'table' and serial_of(entry.id, m.pass_length)
     if not serial or serial <= before then
       return 'of step ' .. row.step .. ' has an id that is none or is out of order'
     end

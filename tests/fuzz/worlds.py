@@ -264,7 +264,7 @@ class Builder:
                 commit(lease(step - 1, 1), step - 1)
             ledger.take(step, term)
             if step == 3:
-                ledger.quarantine(step, term, "its loss isn't finite: é")
+                ledger.quarantine(step, term, "its loss isn't finite: é", 0)
             elif step < 4:
                 ledger.confirm(step, term)
         ledger.durable(1, term)

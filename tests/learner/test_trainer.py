@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -30,12 +31,17 @@ from safetensors.torch import load_file
 from tandem.common import wire
 from tandem.common.config import to_yaml
 from tandem.common.errors import DataError, RunFailedError
+from tandem.common.models import resolve
 from tandem.common.records import Group, Version
+from tandem.common.weights.receiver import Target, WeightReceiver
+from tandem.common.weights.shared_memory import StagedTensors
 from tandem.launch.cli import main
 from tandem.learner.resume.journal import read, trained
 from tandem.learner.resume.state_files import POLICY
 from tandem.replay import archive
+from tandem.replay.evaluating.evaluations import EvaluationRequest
 from tandem.replay.ledger_records import Lease
+from tandem.replay.members import membership
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
@@ -467,9 +473,9 @@ def test_steps_that_are_not_finite_are_quarantined_and_undone(
     counts = run.ledger.counts()
     assert counts["rejected:quarantined"] == 4
     assert counts["trained"] == 8
+    ends = outcomes(run)
+    assert [step for step, kind in ends.items() if kind == "quarantined"] == [2, 4]
     records = list(read(run.folder.journal))
-    outcomes = {r["step"]: r["kind"] for r in records if r["kind"] in ("applied", "quarantined")}
-    assert [step for step, kind in outcomes.items() if kind == "quarantined"] == [2, 4]
     assert [r["step"] for r in records if r["kind"] == "resumed"] == [3]
 
     # A run in which those groups never were does the same to the bit.
@@ -479,6 +485,51 @@ def test_steps_that_are_not_finite_are_quarantined_and_undone(
     finish(clean, launch(clean))
     for name, tensor in weights(clean).items():
         assert torch.equal(weights(run)[name], tensor), name
+
+
+def test_a_quarantined_version_has_the_weights_of_the_steps_before_it(
+    start_run: StartRun, launch: Launch
+) -> None:
+    """Where not every step is published: the last one that was is older than they are."""
+    run = start_run(
+        run={"steps": 4},
+        weights={"every": 2},
+        data={"evaluate": [{"path": "x", "name": "held"}]},
+        evaluate={"at_end": True},
+    )
+    poison(run, {"1-0"})
+    begun = load_file(Path(resolve(run.config.model.path)) / "model.safetensors")
+    held = {name: tensor.clone() for name, tensor in begun.items()}
+    steps = []
+
+    def load(staged: StagedTensors | None, version: Version) -> float:
+        for name, tensor in staged.tensors() if staged is not None else []:
+            held[name].copy_(tensor)
+        steps.append(version.step)
+        return 0.0
+
+    def evaluates(request: EvaluationRequest) -> bool:
+        until(lambda: request.step in steps, f"the weights of step {request.step}")
+        return True
+
+    receiver = WeightReceiver(
+        membership(run.store, "rollout-0"),
+        run.config,
+        Target(
+            specs=[(n, tuple(t.shape), run.config.engine_dtype) for n, t in begun.items()],
+            load=load,
+        ),
+        run.ledger.term,
+    )
+    run.evaluates = evaluates
+    run.work()
+    with contextlib.closing(receiver):
+        receiver.start()
+        log = finish(run, launch(run))
+    assert "step 4: loss or gradient not finite" in log
+    assert told(run) == ["held@4"]
+    for name, tensor in weights(run).items():
+        assert torch.equal(held[name], tensor), name
 
 
 def sampled_elsewhere(run: Any, groups: set[str]) -> None:
@@ -557,14 +608,58 @@ def test_a_run_that_an_alarm_stopped_goes_on_as_its_message_says(
         )
         assert run.runs.state() == "failed"
         assert [c.name for c in run.folder.checkpoints.glob("step-*")] == ["step-00000001"]
-    config = run.config.model_dump(mode="json")
-    config["learner"]["ratio_check"]["on_alarm"] = "quarantine"
-    run.runs.put_config(yaml.safe_dump(config))
-    run.runs.set_state("running")  # as `tandem start` does
+    go_on_with(run, ratio_check={"on_alarm": "quarantine"})
     assert launch(run).wait() == 0
-    outcomes = {r["step"]: r["kind"] for r in read(run.folder.journal) if r["kind"] != "row"}
-    assert outcomes[2] == "quarantined"
+    assert outcomes(run)[2] == "quarantined"
     assert run.runs.state() == "finished"
+
+
+def test_a_step_that_was_trained_is_trained_again_though_its_alarm_would_now_refuse_it(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(**checked("tell", checkpoint_every=1000))
+    sampled_elsewhere(run, {"0-2"})
+    run.work()
+    kill_after(6, launch(run), run)
+    go_on_with(run, ratio_check={"on_alarm": "quarantine"})
+    log = finish(run, launch(run))
+    assert "again from the journal" in log
+    assert outcomes(run) == dict.fromkeys(range(1, 7), "applied")
+    assert run.runs.state() == "finished"
+    assert run.ledger.counts()["trained"] == 12
+
+
+def test_a_trained_step_that_is_not_finite_when_it_is_trained_again_is_quarantined(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(learner={"checkpoint_every": 1000})
+    run.work()
+    kill_after(6, launch(run), run)
+    # Step 1 makes weights of 1e30, of which no later step can compute a loss.
+    go_on_with(run, optimizer={"lr": 1e30}, max_nonfinite=1000)
+    log = finish(run, launch(run))
+    assert "step 3: loss or gradient not finite; its groups are quarantined: 0-4, 0-5" in log
+    assert outcomes(run) == {1: "applied", **dict.fromkeys(range(2, 7), "quarantined")}
+    counts = run.ledger.counts()
+    assert (counts["trained"], counts["rejected:quarantined"]) == (2, 10)
+    assert run.ledger.state_of("0-4") == "rejected(quarantined, 3)"
+    assert run.runs.state() == "finished"
+
+
+def outcomes(run: Any) -> dict[int, str]:
+    """What became of each step in the end, by the journal."""
+    records = [r for r in read(run.folder.journal) if r["kind"] in ("applied", "quarantined")]
+    return {record["step"]: record["kind"] for record in records}
+
+
+def go_on_with(run: Any, **learner: Any) -> None:
+    """Resumes the run with other settings of the learner, as `tandem start` does."""
+    config = run.config.model_dump(mode="json")
+    for name, value in learner.items():
+        before = config["learner"][name]
+        config["learner"][name] = before | value if isinstance(value, dict) else value
+    run.runs.put_config(yaml.safe_dump(config))
+    run.runs.set_state("running")
 
 
 def test_samples_kept_for_a_resume_never_fill_redis_for_good(

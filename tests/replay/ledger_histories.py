@@ -117,13 +117,14 @@ class Histories(Moves):
         how=st.sampled_from(["confirm", "quarantine", "durable"]),
         ahead=st.sampled_from([0, 0, 0, -1, -2, 1]),
         old=rarely,
+        back=st.integers(0, 2),
     )
-    def a_row_is_settled(self, how: str, ahead: int, old: bool) -> None:
+    def a_row_is_settled(self, how: str, ahead: int, old: bool, back: int) -> None:
         step = self.model.journalled + ahead
         if how == "confirm":
             self.confirm(step, old)
         elif how == "quarantine":
-            self.quarantine(step, old)
+            self.quarantine(step, old, back)
         else:
             self.durable(step, old)
 

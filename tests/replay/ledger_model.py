@@ -410,18 +410,19 @@ class LedgerModel:
             self.final[serial] = ("D", step, self.final[serial][2], "")
         return len(serials)
 
-    def quarantine(self, step: int, term: int, reason: str) -> int:
+    def quarantine(self, step: int, term: int, reason: str, checkpoint: int) -> int:
         self._fence(term)
         if step > self.journalled:
             raise Refused("can not be quarantined")
-        serials = self._open(step)
-        if not serials and step not in self.quarantined:
+        if step in self.quarantined:
+            return 0
+        if not self._open(step) and (step <= checkpoint or step not in self.rows):
             raise Refused("it is trained")
+        serials = [self.serial_of(entry["id"]) for entry in self.rows[step]["groups"]]
         for serial in serials:
-            del self.taken[serial]
+            self.taken.pop(serial, None)
             self.final[serial] = ("R", step, self.final[serial][2], "quarantined")
-        if serials:
-            self.quarantined[step] = reason
+        self.quarantined[step] = reason
         return len(serials)
 
     def durable(self, step: int, term: int) -> int:

@@ -308,8 +308,9 @@ class Moves(LedgerMachine):
     def confirm(self, step: int, old: bool = False) -> None:
         self._after("confirm", step, old=old)
 
-    def quarantine(self, step: int, old: bool = False) -> None:
-        self._after("quarantine", step, "loss is nan", old=old)
+    def quarantine(self, step: int, old: bool = False, back: int = 0) -> None:
+        """``back``: how many steps before it the newest checkpoint is."""
+        self._after("quarantine", step, "loss is nan", max(0, step - back), old=old)
 
     def durable(self, step: int, old: bool = False) -> None:
         self._after("durable", step, old=old)

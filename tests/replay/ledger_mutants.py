@@ -287,11 +287,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "redis.call('zrangebyscore', key('taken'), '-inf', step)",
     ),
     "a row that isn't written is confirmed": ("confirm", "step > m.journalled", "false"),
-    "a trained step is quarantined": (
+    "a trained step of a checkpoint is quarantined": (
         "quarantine",
-        "if redis.call('hexists', key('quarantined'), step) == 1 then return 0 end",
-        "do return 0 end",
+        "step > tonumber(ARGV[6]) and ",
+        "",
     ),
+    "a quarantined step stays trained": ("quarantine", "if letter == 'D' then", "if false then"),
     "quarantined groups are trained": (
         "quarantine",
         "'R:' .. step .. ':' .. attempt .. ':quarantined'",

@@ -91,6 +91,17 @@ def test_a_repeated_request_gets_its_first_answer_and_acts_once(store: Store):
     assert store.redis.lrange(store.key("things"), 0, -1) == [b"one"]
 
 
+def test_the_answers_kept_for_repeats_stay_few_though_many_calls_keep_none(store: Store):
+    for number in range(1000):
+        store.script("append", "things", f"{number}", 10_000)
+        store.script("beat", "rollout-0", "{}")
+        store.script("beat", "rollout-0", "{}")
+    # None of them was taken for a repeat of an earlier one.
+    assert store.redis.llen(store.key("things")) == 1000
+    kept = [store.redis.hlen(name) for name in store.redis.keys(store.key("answers:*"))]
+    assert 0 < max(kept) <= 64
+
+
 def test_threads_count_their_requests_apart(store: Store):
     callers: list[str] = []
     threads = [

@@ -139,7 +139,7 @@ def test_what_is_no_dead_letter_is_refused_with_the_reason(world: Worlds):
     w.step(1)
     w.ledger.confirm(1, w.term)
     w.step(2)
-    w.ledger.quarantine(2, w.term, "nan")
+    w.ledger.quarantine(2, w.term, "nan", 0)
     w.lease(held=2, count=2)
     w.ledger.give_back("0-3", 1)
     before = w.ledger.counts()

@@ -650,8 +650,8 @@ def test_a_row_that_is_not_written_can_not_be_confirmed(world: Worlds):
 def test_quarantine_uses_the_number_and_keeps_the_payloads(world: Worlds):
     w = world()
     row = w.step(1)
-    w.ledger.quarantine(1, w.term, "loss is nan")
-    w.ledger.quarantine(1, w.term, "loss is nan")
+    w.ledger.quarantine(1, w.term, "loss is nan", 0)
+    w.ledger.quarantine(1, w.term, "loss is nan", 0)
     assert w.ledger.state_of("0-0") == "rejected(quarantined, 1)"
     w.step(2)
     w.ledger.confirm(2, w.term)
@@ -663,12 +663,21 @@ def test_quarantine_uses_the_number_and_keeps_the_payloads(world: Worlds):
     assert {"step": 1, "reason": "loss is nan"} in w.ledger.dead_letters()
 
 
-def test_a_trained_step_can_not_be_quarantined(world: Worlds):
+def test_a_trained_step_is_quarantined_where_the_learner_went_back_before_it(world: Worlds):
     w = world()
-    w.step(1)
-    w.ledger.confirm(1, w.term)
-    with pytest.raises(StoreError, match="it is trained"):
-        w.ledger.quarantine(1, w.term, "x")
+    for step in (1, 2, 3):
+        w.step(step)
+        w.ledger.confirm(step, w.term)
+    w.ledger.durable(1, w.term)
+    for step, checkpoint in ((2, 2), (2, 3), (1, 0)):
+        with pytest.raises(StoreError, match="it is trained, and a checkpoint has it"):
+            w.ledger.quarantine(step, w.term, "x", checkpoint)
+    w.ledger.quarantine(2, w.term, "loss is nan", 1)
+    assert w.ledger.state_of("0-2") == "rejected(quarantined, 2)"
+    counts = w.ledger.counts()
+    assert (counts["trained"], counts["rejected:quarantined"], counts["taken"]) == (4, 2, 0)
+    again = w.ledger.take(2, w.term)
+    assert again.quarantined == "loss is nan"
 
 
 def test_durable_lets_payloads_and_rows_go_and_keeps_final_states(world: Worlds):
@@ -713,7 +722,7 @@ def test_a_newer_learner_fences_every_write_of_an_older_one(world: Worlds):
     for call in (
         lambda: w.ledger.take(1, old),
         lambda: w.ledger.confirm(1, old),
-        lambda: w.ledger.quarantine(1, old, "x"),
+        lambda: w.ledger.quarantine(1, old, "x", 0),
         lambda: w.ledger.durable(1, old),
         lambda: w.ledger.reassert([row], old),
         lambda: w.ledger.end("its steps are done", old),
@@ -829,7 +838,7 @@ def test_a_repeat_of_any_call_gets_its_first_answer(world: Worlds):
         (w, "give_back", w.ledger._holder, 6, lease.attempt, "drain", 0),
         (w, "reclaim", "rollout-0", ""),
         (w, "confirm", 1, w.term),
-        (w, "quarantine", 2, w.term, "loss is nan"),
+        (w, "quarantine", 2, w.term, "loss is nan", 0),
         (w, "set_state", "draining"),
         (w, "end", "done", w.term),
         (lost, "reassert", lost.term, json.dumps(rows[0].to_dict())),

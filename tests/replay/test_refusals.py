@@ -37,7 +37,7 @@ def everything(store: Store) -> dict[bytes, bytes]:
         ("take", ("1.5", 1), r"argument 3 \(step\)"),
         ("renew", ("h", "0", "9999999999"), r"argument 5 \(serial\)"),
         ("new_term", ("1e308",), r"argument 3 \(term\)"),
-        ("quarantine", (1, 1, b"\xff"), "UTF-8"),
+        ("quarantine", (1, 1, b"\xff", 0), "UTF-8"),
         ("set_state", ("stopped",), "one of running, draining, finished, failed"),
         ("append", ("leased", "x", 5), "no name of another key"),
         ("beat", ("m", "[1]"), "a JSON object"),

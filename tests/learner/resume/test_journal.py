@@ -101,6 +101,8 @@ def test_a_resumed_line_gives_up_what_was_applied_above_it(path: Path) -> None:
         assert seen.outcomes() == {1: "applied", 2: "applied", 5: "quarantined"}
         assert [seen.row_of(step)["step"] for step in range(1, 6)] == [1, 2, 3, 4, 5]
         assert (seen.last_step, seen.applied_step, seen.last_term) == (5, 2, 2)
+        # What was once in the weights is known however often the run is resumed.
+        assert [seen.was_applied(step) for step in range(7)] == [False, *[True] * 4, False, False]
 
 
 def test_a_row_that_is_not_the_one_of_its_digest_is_damage(path: Path) -> None:
