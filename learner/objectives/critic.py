@@ -50,7 +50,7 @@ class Ppo(PolicyGradient):
             coefficient: β of the KL in the reward; each own token pays β log μ/π_ref.
         """
         settings = self.settings
-        masked = rows.masked | rows.silent | rows.expert_row
+        masked = ~rows.teaching | rows.expert_row
         counted = ~masked[rows.row]
         rewards = rows.earned(rows.rewards)
         figures: dict[str, float] = {}

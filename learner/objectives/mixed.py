@@ -183,7 +183,7 @@ class Srft(Luffy):
     POSITIVE_WEIGHT = 0.1
 
     def active(self, rows: Rows) -> Tensor:
-        return ~rows.masked
+        return super().active(rows) & ~rows.masked | rows.teaching
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
         sums = super().statistics(rows)
@@ -202,7 +202,7 @@ class Srft(Luffy):
         total, sums = super().loss(rows, scalars)
         own_tokens = max(scalars["own_tokens"], 1.0)
         expert_tokens = max(scalars["expert_tokens"], 1.0)
-        kept = rows.kept
+        kept = rows.kept & rows.by_token(rows.teaching)
         logprobs = widened(scored(rows, kept))
         positive = rows.by_token(rows.rewards > 0)
         raised = _bounded_exp(scalars["entropy_own"] / own_tokens)
