@@ -50,7 +50,8 @@ class Luffy(PolicyGradient):
 
 @register("luffy_code")
 class LuffyCode(Luffy):
-    """LUFFY as published in code: tokens over ``max_probability`` leave the denominator too."""
+    """LUFFY as published in code: tokens over ``max_probability`` leave the loss's denominator too, and stay in
+    those of entropy and KL."""
 
     def __init__(self, settings: Expert) -> None:
         super().__init__(settings)
@@ -63,9 +64,15 @@ class LuffyCode(Luffy):
         if most is None or rows.logprobs is None:
             return sums
         kept = rows.logprobs.detach().exp() <= most
-        sums["own_tokens"] = (kept & ~rows.expert).sum().double()
-        sums["expert_tokens"] = (kept & rows.expert).sum().double()
+        sums["own_unlikely"] = (kept & ~rows.expert).sum().double()
+        sums["expert_unlikely"] = (kept & rows.expert).sum().double()
         return sums
+
+    def divisors(self, scalars: Mapping[str, float]) -> Mapping[str, float]:
+        if "own_unlikely" not in scalars:
+            return scalars
+        own, expert = scalars["own_unlikely"], scalars["expert_unlikely"]
+        return {**scalars, "own_tokens": own, "expert_tokens": expert}
 
 
 @register("exgrpo")

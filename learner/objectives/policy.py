@@ -138,10 +138,11 @@ class PolicyGradient(Objective):
         # Checked above, where the loss was computed from them.
         ratios = clamped(logprobs.detach() - widened(behaviour))
         sums = self._clip_sums(ratios, per_token, own)
-        total = self.aggregate(rows, own_losses, scalars)
+        divided = self.divisors(scalars)
+        total = self.aggregate(rows, own_losses, divided)
         sums["loss_own"] = total.detach()
         stale = own & (rows.lag > 0)
-        sums["loss_stale"] = self.aggregate(rows, where(stale, own_losses.detach()), scalars)
+        sums["loss_stale"] = self.aggregate(rows, where(stale, own_losses.detach()), divided)
         expert = self.expert_mask(rows, per_token)
         part = self._expert_part(rows, expert, per_token, scalars, sums)
         if part is not None:
@@ -160,6 +161,10 @@ class PolicyGradient(Objective):
         if rows.token_advantages is not None:
             return rows.token_advantages.to(dtype)
         return rows.by_token(rows.advantages.to(dtype))
+
+    def divisors(self, scalars: Mapping[str, float]) -> Mapping[str, float]:
+        """Scalars whose counts divide the losses of own and expert tokens; entropy and KL keep their own."""
+        return scalars
 
     def aggregate(self, rows: Rows, losses: Tensor, scalars: Mapping[str, float]) -> Tensor:
         """See :func:`tandem.learner.losses.aggregation.aggregate`."""
@@ -196,7 +201,7 @@ class PolicyGradient(Objective):
             return None
         losses, weights = expert_part
         counted = self._likely_left_out(rows, expert)
-        part = self.aggregate(rows, where(counted, losses), scalars)
+        part = self.aggregate(rows, where(counted, losses), self.divisors(scalars))
         sums["loss_expert"] = part.detach()
         if weights is not None:
             sums["expert_weight"] = where(expert, weights.detach()).sum()
