@@ -295,7 +295,8 @@ class Updates:
         return self.columns.reference.fill(rows)
 
     def _rows(self, step: int, groups: Sequence[MixedGroup]) -> Rows:
-        objective = self.config.learner.objective
+        # A class of the user's own has keys that only its settings have.
+        objective = self.objective.settings
         return rows_of(
             groups,
             step=step,

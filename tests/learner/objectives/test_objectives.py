@@ -255,3 +255,25 @@ def test_a_class_that_derives_from_a_built_in_one_has_its_keys_in_params() -> No
     assert (found.settings.name, found.settings.entropy_coefficient) == (path, 0.1)
     assert found.settings.params == given
     assert found.needs_entropy
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("Gspo", {"aggregation": "sequence_mean", "advantage": "group_mean_std"}),
+        ("Ppo", {"aggregation": "token_mean", "advantage": "none"}),
+        ("LuffyCode", {"aggregation": "width", "entropy_coefficient": 0.001}),
+    ],
+)
+def test_a_class_that_derives_from_a_built_in_one_has_its_defaults(
+    name: str, kept: dict[str, Any]
+) -> None:
+    path = f"tandem.learner.objectives:{name}"
+    found = make(path).settings
+    assert {key: getattr(found, key) for key in kept} == kept
+    assert found.name == path
+    assert make(path, aggregation="by_source").settings.aggregation == "by_source"
+    # What an objective of one's own has anyway can't be told from what isn't given, except in params.
+    found = make(path, aggregation="constant", params={"entropy_coefficient": 0.0}).settings
+    assert (found.aggregation, found.entropy_coefficient) == (kept["aggregation"], 0.0)
+    assert make(path, params={"aggregation": "constant"}).settings.aggregation == "constant"
