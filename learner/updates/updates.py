@@ -217,6 +217,8 @@ class Updates:
                 break
             if not number:
                 in_first_pass = len(found)
+        if changed:
+            self.coefficients.follow_step(measured)
         if before_step is not None:
             before_step()
         metrics = _named(found, in_first_pass or len(found), lr) | ratios

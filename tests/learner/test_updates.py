@@ -569,6 +569,23 @@ def test_each_planted_fault_trips_the_ratio_check(
     assert greatest_log_ratio(learner, from_engine(made_up, model, **options)) > 1e-3
 
 
+def test_the_kl_in_the_reward_is_steered_once_by_each_measurement(
+    learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured once a step, however many updates the step has; that in the loss is by each update."""
+    monkeypatch.setattr(
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
+    )
+    objective = {"kl_target": 1e9, "kl_reward_coefficient": 0.5, "kl_coefficient": 0.5}
+    updates = learner(learner={"objective": objective, "update_epochs": 4})
+    metrics = updates.train(1, groups_of(made_up, 2), lr=1e-2).metrics
+    assert metrics["train/updates"] == 4
+    # The step's rewards were made with one β.
+    assert metrics["train/kl_reward_coefficient"] == 0.5
+    assert updates.coefficients.kl_reward == pytest.approx(0.5 * 0.98, rel=1e-12)
+    assert updates.coefficients.kl == pytest.approx(0.5 * 0.98**4, rel=1e-12)
+
+
 OWN = "tandem.learner.objectives:"
 
 
