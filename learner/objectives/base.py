@@ -106,10 +106,10 @@ class Objective(ABC):
         """
 
     def clipped(self, rows: Rows, log_ratios: Tensor) -> Tensor:
-        """``[N]`` bool: tokens for which a clip on their ratio to the behaviour policy decides.
+        """``[N]`` bool: tokens for which a clip decides, on whatever ratio it bounds.
 
         Args:
-            rows: rows without ``logprobs``.
+            rows: rows without ``logprobs``, with the columns that the loss asks for.
             log_ratios: ``[N]`` log π_θ/μ.
         """
         return torch.zeros_like(rows.expert)

@@ -123,5 +123,4 @@ class Ppo(PolicyGradient):
     def clipped(self, rows: Rows, log_ratios: Tensor) -> Tensor:
         if rows.token_advantages is None:
             return torch.zeros_like(rows.expert)
-        above, below, far = self._clip_decides(log_ratios, rows.token_advantages, ~rows.expert)
-        return above | below | far
+        return super().clipped(rows, log_ratios)
