@@ -77,6 +77,8 @@ updates read of any objective (`advantage`, `aggregation`, `truncation`, `stragg
 and KL) and, in `settings.params`, your own `learner.objective.params`. A class may derive from
 `tandem.learner.objectives.Objective` or from one of the built-in ones instead: then keys of the built-in one
 may stand in `params` (`learner.objective.params.clip_high=0.28`), and `settings` has them all.
+A key that isn't given has the built-in one's default. One that is given the default of an objective of your own
+(`aggregation=constant`, say) counts as not given, unless it stands in `params` too.
 """
 
 

@@ -260,7 +260,8 @@ class Kl(ObjectiveConfig):
     """KL to the reference, in nats per own token, to which both β are steered (arXiv 1909.08593); None =
     they are fixed."""
     kl_gain: PositiveShare = 0.1
-    """Speed of the steering: after each update β is multiplied by 1 + gain · clamp(KL/target − 1, ±0.2)."""
+    """Speed of the steering: β is multiplied by 1 + gain · clamp(KL/target − 1, ±0.2), that of the loss after each
+    update, and that of the reward, whose KL is measured once a step, after each step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,7 +13,8 @@ from .keys import Aggregated, Entropy, Kl, Learned
 class OwnObjective(Kl, Entropy, Aggregated, Learned):
     """The keys that the updates read of any objective, and ``params``.
 
-    A class that derives from a built-in one has that one's keys in ``params``.
+    A class that derives from a built-in one has that one's keys in ``params``, and that one's default for each
+    key that is at its default here.
     """
 
     params: Mapping[str, Any] = field(default_factory=dict)

@@ -80,7 +80,7 @@ class MaxRl(Clipped):
     name: Literal["max_rl"] = "max_rl"
     advantage: Baseline = "max_rl"
 
-    equation = "as grpo, A = (R − mean) / mean, 0 where the mean is 0"
+    equation = "as grpo, A = (R − mean) / mean, 0 where the mean isn't over 0"
     source = "arXiv 2602.02710, algorithm 1"
     use = "Rewards of 0 and 1, many problems that are rarely solved."
 

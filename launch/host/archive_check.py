@@ -123,7 +123,7 @@ def _moves(
         centre = _mean(own) if own else None
     else:
         centre = _mean(rows) if _differ(rows) else None
-    if centre is None or (baseline == "max_rl" and centre == 0):
+    if centre is None or (baseline == "max_rl" and centre <= EQUAL_REWARDS):
         return False
     if any(
         abs(paid - centre) > EQUAL_REWARDS and _kept(objective, ends) for paid, ends in group.own

@@ -82,7 +82,8 @@ def advantages(
     ``std + 1e-6`` besides, std with n − 1 (GRPO, arXiv 2402.03300). ``own_mean``,
     ``own_mean_std``: mean (and std) over own rows only, for all rows (LUFFY's grpo_split); without
     own rows those of the group. ``leave_one_out``: R − mean of the group's other rows (RLOO, arXiv
-    2402.14740). ``max_rl``: (R − mean) / mean, 0 where the mean is 0 (MaxRL, arXiv 2602.02710).
+    2402.14740). ``max_rl``: (R − mean) / mean, 0 where the mean isn't over 1e-6 (MaxRL, arXiv
+    2602.02710, which is defined for rewards of 0 and more: an unsolved group teaches nothing).
     ``reinforce_pp``: the reward, and ``reinforce_pp_baseline``: R − group mean, whitened over all
     rows by their tokens (arXiv 2501.03262). ``none``: the reward.
 
@@ -124,8 +125,11 @@ def advantages(
     elif baseline == "leave_one_out":
         result = result * (count / (count - 1).clamp(min=1))[group]
     elif baseline == "max_rl":
-        divisor = torch.where(mean == 0, torch.ones_like(mean), mean)[group]
-        result = torch.where((mean == 0)[group], torch.zeros_like(result), result / divisor)
+        # A mean below 0 would turn the advantages round, and one of 1e-17, which is a rounding error,
+        # would make them 1e16. Infinite means stay, so that what is computed from them is refused.
+        unsolved = mean.isfinite() & (mean <= EQUAL_REWARDS)
+        divisor = torch.where(unsolved, torch.ones_like(mean), mean)[group]
+        result = torch.where(unsolved[group], torch.zeros_like(result), result / divisor)
     equal = group_range(rewards, group, groups, among)[group] <= EQUAL_REWARDS
     # Rounding of the mean must not turn equal rewards into a signal. With an own baseline the
     # expert's row still differs from it.

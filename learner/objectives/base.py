@@ -106,10 +106,10 @@ class Objective(ABC):
         """
 
     def clipped(self, rows: Rows, log_ratios: Tensor) -> Tensor:
-        """``[N]`` bool: tokens for which a clip on their ratio to the behaviour policy decides.
+        """``[N]`` bool: tokens for which a clip decides, on whatever ratio it bounds.
 
         Args:
-            rows: rows without ``logprobs``.
+            rows: rows without ``logprobs``, with the columns that the loss asks for.
             log_ratios: ``[N]`` log π_θ/μ.
         """
         return torch.zeros_like(rows.expert)
@@ -218,13 +218,16 @@ def make(
 
 def _settings_of(kind: type[Objective], settings: ObjectiveConfig) -> ObjectiveConfig:
     """The settings of a user's class that derives from a built-in one: it also reads the built-in one's
-    keys, which are in ``params``."""
+    keys, which are in ``params``, and what isn't given has the built-in one's default."""
     if not isinstance(settings, OwnObjective) or kind.kind is OwnObjective:
         return settings
     both = make_dataclass("Derived", (), bases=(kind.kind, OwnObjective), frozen=True, kw_only=True)
+    # A config is kept with all of its keys, so that only their values can tell which were given.
+    plain = OwnObjective()
     values = {one.name: getattr(settings, one.name) for one in fields(settings)}
+    given = {key: value for key, value in values.items() if value != getattr(plain, key)}
     keys = set(reads(kind.kind)).intersection(settings.params)
-    derived: ObjectiveConfig = both(**values | {key: settings.params[key] for key in keys})
+    derived: ObjectiveConfig = both(**given | {key: settings.params[key] for key in keys})
     return derived
 
 

@@ -50,7 +50,7 @@ class Ppo(PolicyGradient):
             coefficient: β of the KL in the reward; each own token pays β log μ/π_ref.
         """
         settings = self.settings
-        masked = rows.masked | rows.silent | rows.expert_row
+        masked = ~rows.teaching | rows.expert_row
         counted = ~masked[rows.row]
         rewards = rows.earned(rows.rewards)
         figures: dict[str, float] = {}
@@ -123,5 +123,4 @@ class Ppo(PolicyGradient):
     def clipped(self, rows: Rows, log_ratios: Tensor) -> Tensor:
         if rows.token_advantages is None:
             return torch.zeros_like(rows.expert)
-        above, below, far = self._clip_decides(log_ratios, rows.token_advantages, ~rows.expert)
-        return above | below | far
+        return super().clipped(rows, log_ratios)

@@ -50,7 +50,8 @@ class Luffy(PolicyGradient):
 
 @register("luffy_code")
 class LuffyCode(Luffy):
-    """LUFFY as published in code: tokens over ``max_probability`` leave the denominator too."""
+    """LUFFY as published in code: tokens over ``max_probability`` leave the loss's denominator too, and stay in
+    those of entropy and KL."""
 
     def __init__(self, settings: Expert) -> None:
         super().__init__(settings)
@@ -63,9 +64,15 @@ class LuffyCode(Luffy):
         if most is None or rows.logprobs is None:
             return sums
         kept = rows.logprobs.detach().exp() <= most
-        sums["own_tokens"] = (kept & ~rows.expert).sum().double()
-        sums["expert_tokens"] = (kept & rows.expert).sum().double()
+        sums["own_unlikely"] = (kept & ~rows.expert).sum().double()
+        sums["expert_unlikely"] = (kept & rows.expert).sum().double()
         return sums
+
+    def divisors(self, scalars: Mapping[str, float]) -> Mapping[str, float]:
+        if "own_unlikely" not in scalars:
+            return scalars
+        own, expert = scalars["own_unlikely"], scalars["expert_unlikely"]
+        return {**scalars, "own_tokens": own, "expert_tokens": expert}
 
 
 @register("exgrpo")
@@ -183,7 +190,7 @@ class Srft(Luffy):
     POSITIVE_WEIGHT = 0.1
 
     def active(self, rows: Rows) -> Tensor:
-        return ~rows.masked
+        return super().active(rows) & ~rows.masked | rows.teaching
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
         sums = super().statistics(rows)
@@ -202,7 +209,7 @@ class Srft(Luffy):
         total, sums = super().loss(rows, scalars)
         own_tokens = max(scalars["own_tokens"], 1.0)
         expert_tokens = max(scalars["expert_tokens"], 1.0)
-        kept = rows.kept
+        kept = rows.kept & rows.by_token(rows.teaching)
         logprobs = widened(scored(rows, kept))
         positive = rows.by_token(rows.rewards > 0)
         raised = _bounded_exp(scalars["entropy_own"] / own_tokens)

@@ -18,15 +18,13 @@ from ...common.objectives.keys import (
     Weighed,
 )
 from ..losses.aggregation import aggregate
-from ..losses.finite import finite, widened
+from ..losses.finite import NonFiniteError, finite, widened
 from ..losses.penalties import kl_in_loss, scaled_coefficient
 from ..losses.ratios import (
     cispo,
-    clamped,
     clip_surrogate,
     correction_weights,
     log_ratio,
-    ppo_clip,
     sequence_log_ratio,
 )
 from ..losses.shaping import own_ratios
@@ -37,8 +35,8 @@ from .base import Objective, Sums, register, scored, where
 class PolicyGradient(Objective):
     """``L = agg(ℓ_own) + agg(ℓ_expert) − c_H mean(H) + β agg(KL)``.
 
-    A subclass defines the loss of an own token (:meth:`own_losses`) and of an expert token
-    (:meth:`expert_losses`). Advantages, masks and denominators: :mod:`tandem.learner.losses.advantages`,
+    A subclass defines the loss of an own token (:meth:`own_losses`, or of the clipped surrogate only the ratio,
+    :meth:`clip_ratios`) and of an expert token (:meth:`expert_losses`). Advantages, masks and denominators: :mod:`tandem.learner.losses.advantages`,
     :mod:`tandem.learner.losses.aggregation`.
     """
 
@@ -82,9 +80,16 @@ class PolicyGradient(Objective):
             advantages: ``[N]`` advantages.
             own: ``[N]`` bool, own tokens.
         """
+        return clip_surrogate(
+            self.clip_ratios(rows, logprobs, behaviour, own), advantages, **self.clips
+        )
+
+    def clip_ratios(self, rows: Rows, logprobs: Tensor, behaviour: Tensor, own: Tensor) -> Tensor:
+        """``[N]`` the ratio of each own token that the clip bounds (for other tokens any finite value): π_θ/μ,
+        shaped if the settings say so. Arguments are those of :meth:`own_losses`."""
         settings = self.settings
         if isinstance(settings, Clipped) and settings.own_shaping != "none":
-            ratio = own_ratios(
+            return own_ratios(
                 logprobs,
                 behaviour,
                 settings.own_shaping,
@@ -92,8 +97,7 @@ class PolicyGradient(Objective):
                 exponent=settings.shaping_exponent,
                 coefficient=settings.shaping_coefficient,
             )
-            return clip_surrogate(ratio, advantages, **self.clips)
-        return ppo_clip(log_ratio(logprobs, behaviour), advantages, **self.clips)
+        return log_ratio(logprobs, behaviour).exp()
 
     def expert_losses(
         self, rows: Rows, logprobs: Tensor, advantages: Tensor, expert: Tensor
@@ -135,13 +139,12 @@ class PolicyGradient(Objective):
         losses = self.own_losses(rows, logprobs, behaviour, own_advantages, own)
         counted = self._likely_left_out(rows, own)
         own_losses = where(counted, losses)
-        # Checked above, where the loss was computed from them.
-        ratios = clamped(logprobs.detach() - widened(behaviour))
-        sums = self._clip_sums(ratios, per_token, own)
-        total = self.aggregate(rows, own_losses, scalars)
+        sums = self._clip_sums(rows, logprobs.detach(), behaviour, per_token, own)
+        divided = self.divisors(scalars)
+        total = self.aggregate(rows, own_losses, divided)
         sums["loss_own"] = total.detach()
         stale = own & (rows.lag > 0)
-        sums["loss_stale"] = self.aggregate(rows, where(stale, own_losses.detach()), scalars)
+        sums["loss_stale"] = self.aggregate(rows, where(stale, own_losses.detach()), divided)
         expert = self.expert_mask(rows, per_token)
         part = self._expert_part(rows, expert, per_token, scalars, sums)
         if part is not None:
@@ -160,6 +163,10 @@ class PolicyGradient(Objective):
         if rows.token_advantages is not None:
             return rows.token_advantages.to(dtype)
         return rows.by_token(rows.advantages.to(dtype))
+
+    def divisors(self, scalars: Mapping[str, float]) -> Mapping[str, float]:
+        """Scalars whose counts divide the losses of own and expert tokens; entropy and KL keep their own."""
+        return scalars
 
     def aggregate(self, rows: Rows, losses: Tensor, scalars: Mapping[str, float]) -> Tensor:
         """See :func:`tandem.learner.losses.aggregation.aggregate`."""
@@ -196,7 +203,7 @@ class PolicyGradient(Objective):
             return None
         losses, weights = expert_part
         counted = self._likely_left_out(rows, expert)
-        part = self.aggregate(rows, where(counted, losses), scalars)
+        part = self.aggregate(rows, where(counted, losses), self.divisors(scalars))
         sums["loss_expert"] = part.detach()
         if weights is not None:
             sums["expert_weight"] = where(expert, weights.detach()).sum()
@@ -247,26 +254,37 @@ class PolicyGradient(Objective):
         advantages = rows.token_advantages
         if advantages is None:
             advantages = rows.by_token(rows.advantages)
-        above, below, far = self._clip_decides(log_ratios, advantages, ~rows.expert)
+        own = ~rows.expert & rows.kept
+        behaviour = where(own, rows.behaviour.to(log_ratios.dtype))
+        logprobs = where(own, log_ratios) + behaviour
+        try:
+            above, below, far = self._clip_decides(rows, logprobs, behaviour, advantages, own)
+        except NonFiniteError:
+            # The loss refuses such rows.
+            return torch.zeros_like(own)
         return above | below | far
 
     def _clip_decides(
-        self, log_ratios: Tensor, advantages: Tensor, own: Tensor
+        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``[N]`` bool each: over the upper clip, under the lower one, over the dual one."""
-        positive = own & (advantages > 0)
-        negative = own & (advantages < 0)
-        ratio = log_ratios.exp()
         low, high, dual = self.clips.values()
         none = torch.zeros_like(own)
+        if low is None and high is None and dual is None:
+            return none, none, none
+        positive = own & (advantages > 0)
+        negative = own & (advantages < 0)
+        ratio = self.clip_ratios(rows, logprobs, behaviour, own)
         return (
             positive & (ratio > 1 + high) if high is not None else none,
             negative & (ratio < 1 - low) if low is not None else none,
             negative & (ratio > dual) if dual is not None else none,
         )
 
-    def _clip_sums(self, log_ratios: Tensor, advantages: Tensor, own: Tensor) -> Sums:
-        above, below, far = self._clip_decides(log_ratios, advantages, own)
+    def _clip_sums(
+        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
+    ) -> Sums:
+        above, below, far = self._clip_decides(rows, logprobs, behaviour, advantages, own)
         return {
             "clipped_positive": above.sum(),
             "clipped_negative": below.sum(),
@@ -320,24 +338,19 @@ class Reinforce(PolicyGradient):
 class Gspo(PolicyGradient):
     """The clip on the geometric mean of a row's own ratios, the same for all its tokens."""
 
-    def own_losses(
-        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
-    ) -> Tensor:
+    def clip_ratios(self, rows: Rows, logprobs: Tensor, behaviour: Tensor, own: Tensor) -> Tensor:
         mean = sequence_log_ratio(logprobs, behaviour, rows.row, rows.count, own)
-        return ppo_clip(rows.by_token(mean), advantages, **self.clips)
+        return rows.by_token(mean).exp()
 
 
 @register("gspo_token")
 class GspoToken(PolicyGradient):
     """``s = sg(s_i) π_θ / sg(π_θ)``: GSPO's value and clip, each token's own gradient."""
 
-    def own_losses(
-        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
-    ) -> Tensor:
+    def clip_ratios(self, rows: Rows, logprobs: Tensor, behaviour: Tensor, own: Tensor) -> Tensor:
         mean = sequence_log_ratio(logprobs.detach(), behaviour, rows.row, rows.count, own)
         # The brackets: the difference is exactly 0, and only its gradient remains.
-        log_s = rows.by_token(mean) + (logprobs - logprobs.detach())
-        return ppo_clip(log_s, advantages, **self.clips)
+        return (rows.by_token(mean) + (logprobs - logprobs.detach())).exp()
 
 
 @register("cispo")
@@ -421,9 +434,12 @@ class Decoupled(Corrected):
     def own_losses(
         self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
     ) -> Tensor:
-        anchor = self.anchor(rows, own)
-        weights, _ = self.weights(rows, anchor, behaviour, own)
-        return weights * ppo_clip(log_ratio(logprobs, anchor), advantages, **self.clips)
+        weights, _ = self.weights(rows, self.anchor(rows, own), behaviour, own)
+        ratios = self.clip_ratios(rows, logprobs, behaviour, own)
+        return weights * clip_surrogate(ratios, advantages, **self.clips)
+
+    def clip_ratios(self, rows: Rows, logprobs: Tensor, behaviour: Tensor, own: Tensor) -> Tensor:
+        return log_ratio(logprobs, self.anchor(rows, own)).exp()
 
     def anchor(self, rows: Rows, own: Tensor) -> Tensor:
         if rows.proximal is None:

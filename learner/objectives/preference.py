@@ -36,8 +36,10 @@ class Preference(Objective):
         return active
 
     def pairs(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """``[P]`` chosen and rejected rows; masked rows are in no pair."""
-        kept = torch.nonzero(~rows.masked & (rows.lengths > 0)).squeeze(1)
+        """``[P]`` chosen and rejected rows; cut ones that are masked or silent, and those without a token that
+        may be in the loss, are in no pair."""
+        heard = rows.by_row((~rows.muted).to(torch.int64)) > 0
+        kept = torch.nonzero(rows.teaching & heard).squeeze(1)
         chosen, rejected = pairs_of_groups(rows.rewards[kept], rows.group[kept])
         return kept[chosen], kept[rejected]
 
@@ -47,11 +49,11 @@ class Preference(Objective):
         return sums
 
     def row_sums(self, rows: Rows, which: Tensor) -> Tensor:
-        """``[R]`` sums of log π_θ over the tokens of these rows, 0 for the others."""
+        """``[R]`` sums of log π_θ over the tokens of these rows that aren't muted, 0 for the other rows."""
         return rows.by_row(widened(scored(rows, self._tokens(rows, which))))
 
     def reference_sums(self, rows: Rows, which: Tensor) -> Tensor:
-        """``[R]`` sums of log π_ref over the tokens of these rows, 0 for the others."""
+        """``[R]`` sums of log π_ref over the same tokens, 0 for the other rows."""
         if rows.reference is None:
             raise ConfigError(
                 f"{type(self).__name__.lower()} needs the log-probs of a reference: rows.reference"
@@ -62,7 +64,7 @@ class Preference(Objective):
     def _tokens(self, rows: Rows, which: Tensor) -> Tensor:
         chosen = torch.zeros(rows.count, dtype=torch.bool, device=rows.row.device)
         chosen[which] = True
-        return rows.by_token(chosen)
+        return rows.by_token(chosen) & ~rows.muted
 
     def pair_losses(self, rows: Rows, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
         """``[P]`` losses and ``[P]`` margins (for the metrics) of the pairs."""
@@ -179,7 +181,8 @@ class Kto(Preference):
         sums["kto_rows"] = own.sum().double()
         if rows.logprobs is not None and rows.reference is not None:
             gain = widened(rows.logprobs.detach()) - widened(rows.reference.detach())
-            per_row = rows.by_row(where(rows.by_token(own), gain).double())
+            # Over the tokens of which the rows' own sums are made.
+            per_row = rows.by_row(where(rows.by_token(own) & ~rows.muted, gain).double())
             sums["kto_gain"] = per_row.sum()
         return sums
 

@@ -24,7 +24,7 @@ class Sft(Objective):
     plain_temperature = frozenset({"own", "expert"})
 
     def active(self, rows: Rows) -> Tensor:
-        return rows.expert_row & ~rows.masked
+        return rows.expert_row & rows.teaching
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
         sums = counts(rows.row, rows.expert, rows.count)
@@ -34,7 +34,7 @@ class Sft(Objective):
         return sums
 
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
-        kept = rows.expert & rows.kept
+        kept = rows.expert & rows.kept & rows.by_token(rows.teaching)
         losses = -widened(scored(rows, kept))
         total = aggregate(
             losses,
@@ -57,7 +57,7 @@ class RlSftLoss(PolicyGradient):
     plain_temperature = frozenset({"expert"})
 
     def active(self, rows: Rows) -> Tensor:
-        return super().active(rows) | (rows.expert_row & ~rows.masked)
+        return super().active(rows) | (rows.expert_row & rows.teaching)
 
     def coefficients(self, scalars: Mapping[str, float]) -> tuple[float, float]:
         """Factors of the policy gradient and of the supervised term."""
@@ -71,7 +71,7 @@ class RlSftLoss(PolicyGradient):
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
         total, sums = super().loss(rows, scalars)
         policy, sft = self.coefficients(scalars)
-        kept = rows.expert & rows.kept
+        kept = rows.expert & rows.kept & rows.by_token(rows.teaching)
         losses = self.supervised(widened(scored(rows, kept)))
         part = where(kept, losses).sum() / max(scalars["expert_tokens"], 1.0)
         part = sft * part

@@ -69,7 +69,8 @@ class Rows:
     masked: Tensor
     """``[R]`` bool, rows that count in denominators and stay out of the loss (cut ones)."""
     silent: Tensor
-    """``[R]`` bool, rows whose advantage is 0 whatever their reward (cut ones)."""
+    """``[R]`` bool, rows whose advantage is 0 whatever their reward, and from which terms without an advantage
+    don't learn either (cut ones)."""
     lengths: Tensor
     """``[R]`` int64, own and expert tokens of the row."""
     turn: Tensor
@@ -117,6 +118,11 @@ class Rows:
     def kept(self) -> Tensor:
         """``[N]`` bool, tokens that may be in a loss: neither muted nor of a masked row."""
         return ~(self.masked[self.row] | self.muted)
+
+    @property
+    def teaching(self) -> Tensor:
+        """``[R]`` bool, rows from which a term without an advantage may learn: neither masked nor silent."""
+        return ~(self.masked | self.silent)
 
     def by_token(self, per_row: Tensor) -> Tensor:
         """``[R]`` to ``[N]``: every token gets its row's value."""

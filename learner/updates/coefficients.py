@@ -1,4 +1,5 @@
-"""Coefficients that follow what an update measured; they are state of the run, kept in its checkpoints."""
+"""Coefficients that follow what an update or a step measured; they are state of the run, kept in its
+checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from ..losses.penalties import controlled_coefficient, learned_coefficient, step
 
 @dataclass(slots=True, kw_only=True)
 class Coefficients:
-    """The coefficients of the next update. All ranks have the same, since metrics cover all ranks."""
+    """The coefficients of the next update and of the next step's rewards. All ranks have the same, since metrics
+    cover all ranks."""
 
     settings: ObjectiveConfig
     """Their initial values, and how they move."""
@@ -61,8 +63,7 @@ class Coefficients:
 
         Args:
             measured: the update's metrics: ``entropy``, ``entropy_expert``, ``tokens_own``,
-                ``tokens_expert``, ``k3_reference`` and ``k1_reference``. A coefficient whose metric is
-                missing stays as it is.
+                ``tokens_expert`` and ``k3_reference``. A coefficient whose metric is missing stays as it is.
         """
         settings = self.settings
         if isinstance(settings, Entropy) and settings.entropy_target is not None:
@@ -74,6 +75,16 @@ class Coefficients:
                 self.entropy = learned_coefficient(self.entropy, target, entropy, step=step)
         if isinstance(settings, Kl) and settings.kl_target is not None:
             self.kl = _controlled(settings, self.kl, measured.get("k3_reference"))
+
+    def follow_step(self, measured: Mapping[str, float]) -> None:
+        """Moves β of the KL in the reward after a step of which an update was applied; however many updates it
+        had, that KL was measured once.
+
+        Args:
+            measured: the step's own metrics: ``k1_reference``. Without it β stays as it is.
+        """
+        settings = self.settings
+        if isinstance(settings, Kl) and settings.kl_target is not None:
             self.kl_reward = _controlled(settings, self.kl_reward, measured.get("k1_reference"))
 
     def state(self) -> dict[str, float]:

@@ -52,7 +52,7 @@ class Columns:
         self.engine = engine
         self.config = config
         self.objective = objective
-        settings = config.learner.objective
+        settings = objective.settings
         self.turn_discount = settings.turn_discount if isinstance(settings, OwnTokens) else None
         """γ of the turns of episodes; None = tokens have the advantages of their rows."""
         self.reference: Reference | None = None
@@ -163,7 +163,7 @@ class Columns:
 
     def compared(self, rows: Rows, rewards: Tensor) -> Rows:
         """All rows with the advantages of these rewards ``[R]``, of their turns where the objective asks for that."""
-        baseline = self.config.learner.objective.baseline
+        baseline = self.objective.settings.baseline
         return rows.with_advantages(rewards, baseline, self.turn_discount)
 
     def penalised(self, rows: Rows, coefficient: float) -> tuple[Rows, dict[str, float]]:

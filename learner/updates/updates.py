@@ -217,6 +217,8 @@ class Updates:
                 break
             if not number:
                 in_first_pass = len(found)
+        if changed:
+            self.coefficients.follow_step(measured)
         if before_step is not None:
             before_step()
         metrics = _named(found, in_first_pass or len(found), lr) | ratios
@@ -295,7 +297,8 @@ class Updates:
         return self.columns.reference.fill(rows)
 
     def _rows(self, step: int, groups: Sequence[MixedGroup]) -> Rows:
-        objective = self.config.learner.objective
+        # A class of the user's own has keys that only its settings have.
+        objective = self.objective.settings
         return rows_of(
             groups,
             step=step,

@@ -86,6 +86,15 @@ def test_a_row_is_not_whitened_alone():
     build(*alone, "rollout.group_size=2")
 
 
+def test_max_rl_takes_no_kl_out_of_the_rewards_whose_mean_it_divides_by():
+    beta = "learner.objective.kl_reward_coefficient=0.1"
+    for chosen in (named("max_rl"), "learner.objective.advantage=max_rl"):
+        with pytest.raises(ConfigError, match=r"advantage=max_rl .*_coefficient=0\.1 changes"):
+            build(chosen, beta)
+        build(chosen, "learner.objective.kl_coefficient=0.1")
+    build(beta)
+
+
 # -- objectives ------------------------------------------------------------------------------------
 
 

@@ -153,7 +153,7 @@ def advantages_of(
             others = [r for r in these if r != row]
             return rewards[row] - mean_of(others) if others else 0.0
         if baseline == "max_rl":
-            return gap / mean if mean else 0.0
+            return gap / mean if mean > 1e-6 else 0.0
         if baseline in ("group_mean_std", "own_mean_std"):
             squares = sum((rewards[r] - mean) ** 2 for r in these)
             std = math.sqrt(squares / (len(these) - 1)) if len(these) > 1 else 0.0

@@ -230,10 +230,10 @@ def test_advantages_are_of_the_steps_batch_however_it_is_cut(
     baseline: str, minibatches: int, learner: Learner, made_up: ModuleType, formula: ModuleType
 ) -> None:
     """Two groups whose samples are all wrong, one of them with an expert's row, and two others."""
-    objective = Recorder(OBJECTIVES["grpo"]())
+    objective = Recorder(OBJECTIVES["grpo"](advantage=baseline))
     updates = learner(
         objective,
-        learner={"minibatches": minibatches, "objective": {"advantage": baseline}},
+        learner={"minibatches": minibatches},
         replay={"groups_per_step": 4},
     )
     rewards = [[0.0, 1.0, 0.5, 1.0], [0.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0] * 3]
@@ -260,10 +260,8 @@ def test_a_group_that_is_all_wrong_learns_from_the_rest_of_the_batch(
     groups = [with_samples(mixed, [pair[0].group.samples[0]] * 4) for mixed in pair]
     found = {}
     for minibatches in (1, 2):
-        objective = Recorder(OBJECTIVES["grpo"]())
-        updates = learner(
-            objective, learner={"minibatches": minibatches, "objective": {"name": "reinforce_pp"}}
-        )
+        objective = Recorder(OBJECTIVES["reinforce_pp"]())
+        updates = learner(objective, learner={"minibatches": minibatches})
         rewards = [[1.0, 1.0, 1.0, 0.0], [0.0] * 4]
         outcome = updates.train(1, with_rewards(groups, rewards), lr=1e-3)
         assert outcome.metrics["train/rows_active"] == 8
@@ -569,3 +567,52 @@ def test_each_planted_fault_trips_the_ratio_check(
     else:
         model.model.norm = torch.nn.Identity()
     assert greatest_log_ratio(learner, from_engine(made_up, model, **options)) > 1e-3
+
+
+def test_the_kl_in_the_reward_is_steered_once_by_each_measurement(
+    learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured once a step, however many updates the step has; that in the loss is by each update."""
+    monkeypatch.setattr(
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
+    )
+    objective = {"kl_target": 1e9, "kl_reward_coefficient": 0.5, "kl_coefficient": 0.5}
+    updates = learner(learner={"objective": objective, "update_epochs": 4})
+    metrics = updates.train(1, groups_of(made_up, 2), lr=1e-2).metrics
+    assert metrics["train/updates"] == 4
+    # The step's rewards were made with one β.
+    assert metrics["train/kl_reward_coefficient"] == 0.5
+    assert updates.coefficients.kl_reward == pytest.approx(0.5 * 0.98, rel=1e-12)
+    assert updates.coefficients.kl == pytest.approx(0.5 * 0.98**4, rel=1e-12)
+
+
+OWN = "tandem.learner.objectives:"
+
+
+def test_the_turns_of_an_objective_of_ones_own_are_discounted_as_its_params_say(
+    learner: Learner, made_up: ModuleType
+) -> None:
+    rows = made_up.random_rows()
+    for objective, per_turn in (
+        ({"name": f"{OWN}Grpo", "params": {"turn_discount": 0.5}}, True),
+        ({"name": f"{OWN}Grpo"}, False),
+        ({"name": "grpo", "turn_discount": 0.5}, True),
+    ):
+        columns = learner(learner={"objective": objective}).columns
+        found = columns.compared(rows, rows.rewards).token_advantages
+        assert (found is not None) is per_turn
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo", "reinforce"])
+def test_a_class_that_derives_from_a_built_in_one_trains_as_it_does(
+    name: str, learner: Learner, made_up: ModuleType
+) -> None:
+    """Also by its advantages, which are made before its loss is asked."""
+    groups = groups_of(made_up, 2)
+    after = []
+    for called in (name, f"{OWN}{name.title()}"):
+        updates = learner(learner={"objective": {"name": called}}, replay={"max_staleness": 0})
+        assert updates.train(1, groups, lr=1e-2).applied
+        after.append(snapshot(updates))
+    built_in, derived = after
+    assert all(torch.equal(derived[key], built_in[key]) for key in built_in)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...objectives import OwnObjective
-from ...objectives.keys import Weighed
+from ...objectives.keys import Kl, Weighed
 from ..tree import Config
 from .deepspeed import refusal
 
@@ -89,6 +89,21 @@ def _correction(config: Config) -> str | None:
     return None
 
 
+def _max_rl(config: Config) -> str | None:
+    objective = config.learner.objective
+    if not isinstance(objective, Kl) or objective.baseline != "max_rl":
+        return None
+    beta = objective.kl_reward_coefficient
+    if not beta:
+        return None
+    return (
+        f"learner.objective.advantage=max_rl divides by a group's mean reward, which tells how much of it is "
+        f"solved, and learner.objective.kl_reward_coefficient={beta:g} changes the rewards: set "
+        f"learner.objective.kl_reward_coefficient=0 and kl_coefficient={beta:g}, which is in the loss, or "
+        f"learner.objective.advantage=group_mean"
+    )
+
+
 def _offload(config: Config) -> str | None:
     learner = config.learner
     if learner.offload == "none" or not learner.train:
@@ -129,6 +144,7 @@ UPDATE_RULES: tuple[Rule, ...] = (
     _stop_kl,
     _critic,
     _correction,
+    _max_rl,
     _offload,
     _float16,
     refusal,

@@ -114,6 +114,19 @@ def test_max_rl_of_an_unsolved_group_is_0() -> None:
     assert of([-1.0, 1.0], "max_rl").tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("rewards", [[0.0, 0.0, -1.0, 0.0], [0.1, 0.2, -0.3], [1e-7, 0.0, 2e-6]])
+def test_max_rl_of_a_group_whose_mean_is_not_above_0_is_0(rewards: list[float]) -> None:
+    """Dividing by a mean below 0 would prefer the worst row, and by one of 2e-17 give 1e16."""
+    assert of(rewards, "max_rl").tolist() == [0.0] * len(rewards)
+
+
+def test_max_rl_of_one_group_does_not_depend_on_an_unsolved_one() -> None:
+    rewards = torch.tensor([1.0, 0.0, -1.0, 0.0], dtype=torch.float64)
+    group = torch.tensor([0, 0, 1, 1])
+    found = advantages(rewards, group, 2, torch.zeros(4, dtype=torch.bool), "max_rl")
+    assert found.tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
 def test_whitening_counts_every_token_of_a_row() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
     lengths = torch.tensor([2, 3, 5])
@@ -134,7 +147,9 @@ def test_whitening_may_keep_the_mean() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("baseline", ["group_mean", "group_mean_std", "own_mean", "leave_one_out"])
+@pytest.mark.parametrize(
+    "baseline", ["group_mean", "group_mean_std", "own_mean", "leave_one_out", "max_rl"]
+)
 def test_a_reward_that_is_no_number_is_no_equal_reward(bad: float, baseline: Any) -> None:
     """It would silence its group, and the step would go on without a word."""
     rewards = torch.tensor([1.0, bad, 0.0, 1.0, 1.0], dtype=torch.float64)

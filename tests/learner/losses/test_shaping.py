@@ -151,6 +151,28 @@ def test_likely_tokens_leave_the_published_loss_and_its_denominator(hand: Module
     assert found.item() == pytest.approx((own + expert) / 7, abs=1e-12)
 
 
+def test_likely_tokens_stay_in_the_entropy_and_the_kl_and_in_their_denominators(
+    hand: ModuleType,
+) -> None:
+    """As in the published code, whose bound on the probability is inside the function of the policy's loss."""
+    these, leaf = hand.reference_case()
+    these = these.with_columns(
+        entropy=torch.full_like(leaf, 2.0).detach(), reference=leaf.detach() - 0.3
+    )
+    settings: dict[str, Any] = {"max_probability": 0.5, "aggregation": "token_mean"}
+
+    def loss(**changes: float) -> float:
+        objective = make("luffy_code", **settings | {"entropy_coefficient": 0.0} | changes)
+        found: float = objective.loss(these, hand.scalars_of(objective, these))[0].item()
+        return found
+
+    alone = loss()
+    assert loss(entropy_coefficient=1.0) - alone == pytest.approx(-2.0, abs=1e-12)
+    # Seven of the ten tokens are the policy's own; the mean is over all.
+    settings["kl_form"] = "kl"
+    assert loss(kl_coefficient=1.0) - alone == pytest.approx(0.3 * 7 / 10, abs=1e-12)
+
+
 def test_chords_weight_warms_up_and_then_decays() -> None:
     given = {"peak": 0.9, "valley": 0.1, "warmup_steps": 10, "decay_steps": 20}
     found = [chord_mu(step, **given) for step in (0, 5, 10, 20, 30, 99)]  # type: ignore[arg-type]

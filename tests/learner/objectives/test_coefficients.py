@@ -22,6 +22,7 @@ MEASURED = {
 def followed(measured: dict[str, float] = MEASURED, **settings: Any) -> Coefficients:
     found = Coefficients.of(OBJECTIVES["grpo"](**settings))
     found.follow(measured)
+    found.follow_step(measured)
     return found
 
 

@@ -260,6 +260,63 @@ def test_a_behaviour_log_prob_of_minus_infinity_is_refused(name: str, hand: Modu
         objective.loss(spoilt, hand.scalars_of(objective, these))
 
 
+def moved(
+    objective: Objective, these: Rows, where: torch.Tensor, hand: ModuleType
+) -> tuple[float, float]:
+    """The loss, and the loss with these tokens half a nat less likely, statistics included."""
+    found = []
+    for gap in (0.0, 0.5):
+        there = these.with_columns(logprobs=these.logprobs - gap * where)  # type: ignore[operator]
+        found.append(objective.loss(there, hand.scalars_of(objective, there))[0].item())
+    return found[0], found[1]
+
+
+# KTO's z₀ is measured on all own rows, without gradient; PPO's rows are masked before its loss.
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"kto", "ppo"}))
+def test_a_cut_row_whose_advantage_is_set_to_0_is_out_of_the_loss(
+    name: str, hand: ModuleType
+) -> None:
+    """Also where a term of the loss doesn't go through the advantage; one row begins with an expert's prefix."""
+    objective = with_those_it_reads(name, entropy_coefficient=0.0)
+    these = hand.random_rows(2)
+    silent = (torch.arange(these.count) == 1) | (torch.arange(these.count) == 7)
+    assert not (silent & these.masked).any()
+    assert these.expert_row[7]
+    advantages = these.advantages.masked_fill(silent, 0.0)
+    these = hand.filled(objective, these.with_columns(silent=silent, advantages=advantages))
+    before, after = moved(objective, these, silent[these.row], hand)
+    assert before == after != 0.0
+    assert not objective.active(these)[silent].any()
+    before, after = moved(objective, these, ~silent[these.row], hand)
+    assert before != after
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_of_a_malformed_turn_is_out_of_the_loss(name: str, hand: ModuleType) -> None:
+    objective = make(name, expert_negative=True)
+    these = hand.filled(objective, hand.random_rows(2))
+    muted = torch.arange(len(these.row)) % 3 == 0
+    these = these.with_columns(muted=muted)
+    if these.reference is not None:
+        # So that KTO's z₀ is over 0.
+        these = these.with_columns(reference=these.reference - 1.0)
+    before, after = moved(objective, these, muted, hand)
+    assert before == after != 0.0
+    before, after = moved(objective, these, ~muted, hand)
+    assert before != after
+
+
+@pytest.mark.parametrize("name", ["dpo", "cpo", "orpo"])
+def test_a_row_of_malformed_turns_alone_is_in_no_pair(name: str, hand: ModuleType) -> None:
+    objective = make(name)
+    these = hand.filled(objective, hand.random_rows(2))
+    whole = objective.statistics(these)["pairs"]
+    chosen, _ = objective.pairs(these)  # type: ignore[attr-defined]
+    these = these.with_columns(muted=these.row == chosen[0])
+    assert 0 < objective.statistics(these)["pairs"] < whole
+    assert not objective.active(these)[chosen[0]]
+
+
 def test_masked_rows_count_in_the_denominators(hand: ModuleType) -> None:
     these = hand.random_rows(5)
     objective = make("grpo", aggregation="token_mean")

@@ -15,6 +15,7 @@ from tandem.common.objectives.keys import Baseline
 from tandem.learner.losses.ratios import k3, log_ratio, ppo_clip
 from tandem.learner.losses.shaping import shaped
 from tandem.learner.objectives import REGISTRY, Grpo, make, register
+from tandem.learner.rows.rows import Rows
 
 F64 = torch.float64
 
@@ -255,3 +256,92 @@ def test_a_class_that_derives_from_a_built_in_one_has_its_keys_in_params() -> No
     assert (found.settings.name, found.settings.entropy_coefficient) == (path, 0.1)
     assert found.settings.params == given
     assert found.needs_entropy
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("Gspo", {"aggregation": "sequence_mean", "advantage": "group_mean_std"}),
+        ("Ppo", {"aggregation": "token_mean", "advantage": "none"}),
+        ("LuffyCode", {"aggregation": "width", "entropy_coefficient": 0.001}),
+    ],
+)
+def test_a_class_that_derives_from_a_built_in_one_has_its_defaults(
+    name: str, kept: dict[str, Any]
+) -> None:
+    path = f"tandem.learner.objectives:{name}"
+    found = make(path).settings
+    assert {key: getattr(found, key) for key in kept} == kept
+    assert found.name == path
+    assert make(path, aggregation="by_source").settings.aggregation == "by_source"
+    # What an objective of one's own has anyway can't be told from what isn't given, except in params.
+    found = make(path, aggregation="constant", params={"entropy_coefficient": 0.0}).settings
+    assert (found.aggregation, found.entropy_coefficient) == (kept["aggregation"], 0.0)
+    assert make(path, params={"aggregation": "constant"}).settings.aggregation == "constant"
+
+
+def clip_figures(objective: Any, these: Rows, hand: ModuleType) -> tuple[dict[str, float], Any]:
+    """What the loss reports of its clip, and the tokens at which it decides by their log π_θ/μ."""
+    scalars = hand.scalars_of(objective, these)
+    _, sums = objective.loss(these, scalars)
+    told = objective.report({k: float(v) for k, v in sums.items()}, scalars)
+    decided = objective.clipped(
+        these.with_columns(logprobs=None), these.logprobs - these.behaviour
+    ).tolist()
+    return {k: v for k, v in told.items() if k.startswith("clip_fraction")}, decided
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token"])
+def test_the_clip_of_gspo_is_told_by_the_ratio_of_its_sequences(
+    name: str, hand: ModuleType
+) -> None:
+    """Means of log-ratios of 0, 5e-4 and −5e-4; the clip is at 4e-4 and −3e-4."""
+    behaviour = torch.full((6,), -1.0, dtype=F64)
+    gaps = torch.tensor([0.3, -0.3, 0.001, 0.0, -0.001, 0.0], dtype=F64)
+    these = hand.rows(
+        torch.tensor([0, 0, 1, 1, 2, 2]),
+        torch.zeros(6, dtype=torch.bool),
+        behaviour,
+        torch.tensor([1.0, 1.0, -1.0], dtype=F64),
+        logprobs=behaviour + gaps,
+    )
+    told, decided = clip_figures(make(name), these, hand)
+    assert decided == [False, False, True, True, True, True]
+    assert (told["clip_fraction_positive"], told["clip_fraction_negative"]) == (0.5, 1.0)
+
+
+def test_the_clip_of_decoupled_ppo_is_told_by_the_ratio_to_the_steps_start(
+    hand: ModuleType,
+) -> None:
+    """Stale samples alone are no reason for it: at a step's first update π_θ is π_prox."""
+    these = hand.random_rows(3)
+    these = these.with_columns(behaviour=these.logprobs - 1.0, proximal=these.logprobs)
+    told, decided = clip_figures(make("decoupled_ppo"), these, hand)
+    assert set(told.values()) == {0.0}
+    assert not any(decided)
+    away = these.with_columns(proximal=these.logprobs - 1.0)
+    told, decided = clip_figures(make("decoupled_ppo"), away, hand)
+    assert told["clip_fraction_positive"] == 1.0
+    assert any(decided)
+
+
+def test_the_clip_of_a_shaped_ratio_is_told_by_what_it_bounds(hand: ModuleType) -> None:
+    """π_θ = 0.9 and μ = 0.6 have ρ = 1.5, and with γ = 0.1 the ratio 0.9/1.0 over 0.6/0.7 = 1.05."""
+    these = hand.rows(
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.bool),
+        torch.tensor([0.6], dtype=F64).log(),
+        torch.ones(1, dtype=F64),
+        logprobs=torch.tensor([0.9], dtype=F64).log(),
+    )
+    assert clip_figures(make("grpo"), these, hand)[1] == [True]
+    told, decided = clip_figures(make("grpo", own_shaping="ratio", gamma=0.1), these, hand)
+    assert decided == [False]
+    assert told["clip_fraction_positive"] == 0.0
+
+
+def test_a_log_prob_that_is_no_number_is_left_to_the_loss_to_refuse(hand: ModuleType) -> None:
+    these = hand.random_rows(3)
+    for name in ("grpo", "gspo", "decoupled_ppo"):
+        found = make(name).clipped(these, torch.full_like(these.behaviour, math.nan))
+        assert not found.any()

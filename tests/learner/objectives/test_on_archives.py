@@ -163,10 +163,11 @@ def test_the_keys_of_an_objective_count(
 
 
 @pytest.mark.usefixtures("group")
-def test_max_rl_learns_nothing_where_the_mean_reward_is_0(
-    made_up: ModuleType, model: Path, tmp_path: Path
+@pytest.mark.parametrize("paid", [(1, -1, 1, -1), (0, 0, -1, 0), (0.1, 0.2, -0.3, 0)])
+def test_max_rl_learns_nothing_where_the_mean_reward_is_not_above_0(
+    paid: Sequence[float], made_up: ModuleType, model: Path, tmp_path: Path
 ) -> None:
-    folder = write(tmp_path / "archive", made_up, (1, -1, 1, -1), traces=False)
+    folder = write(tmp_path / "archive", made_up, paid, traces=False)
     for name, refused in (("grpo", False), ("max_rl", True)):
         config = config_of(made_up, folder, model, {"name": name})
         assert moves(made_up, config) is not refused
