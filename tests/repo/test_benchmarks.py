@@ -95,3 +95,36 @@ def test_both_sides_of_the_race_are_paid_alike() -> None:
     paid = race_work.chain(texts, ["6"] * len(texts))
     assert paid == [grade.reward for grade in grades]
     assert paid == [1, 0, 1, 0, 0, 0, 0]
+
+
+def test_figures_of_two_versions_meet_by_their_names() -> None:
+    sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
+    try:
+        import versions
+    finally:
+        sys.path.pop(0)
+    old = """2 cores
+| groups of | | ledger | ratio |
+|---|---|---|---|
+| 8 x 74 tokens | put | 1,000 | **0.50** (0.4 0.6) |
+| 8 x 74 tokens | taken | 2,000 | **0.60** |
+open the journal  0.20 s  18.9 times
+{"memory": 0.1, "seconds": 93.1}
+"""
+    assert versions.figures(old) == {
+        "cores": 2,
+        "8 x 74 tokens put, ledger": 1000,
+        "8 x 74 tokens put, ratio": 0.5,
+        "8 x 74 tokens taken, ledger": 2000,
+        "8 x 74 tokens taken, ratio": 0.6,
+        "open the journal s": 0.2,
+        "open the journal s times": 18.9,
+        "memory": 0.1,
+        "memory seconds": 93.1,
+    }
+    new = old.replace("1,000", "1,100").replace("0.20 s", "0.21 s").replace("93.1", "one")
+    runs = versions.Runs(old=[old, old, old], new=[new, old, new])
+    assert versions.compared(runs, 0.05) == [
+        "| 8 x 74 tokens put, ledger | 1,000 | 1,100 | **1.10** | 1.10 1.00 1.10 |",
+        "| open the journal s | 0.2 | 0.21 | 1.05 | 1.05 1.00 1.05 |",
+    ]
