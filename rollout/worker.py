@@ -228,7 +228,7 @@ class Worker:
         self._keeper.wake()
 
     def _on_receipt(self, receipt: GroupReceipt) -> None:
-        self._leases.forget(receipt.group_id)
+        self._leases.forget(receipt.group_id, receipt.attempt)
 
     def _abort(self, group_ids: list[str]) -> None:
         asyncio.run_coroutine_threadsafe(self._sampler.abort(group_ids), self._loop)
