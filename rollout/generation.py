@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -210,9 +211,10 @@ class Generation:
         self.counts["tokens"] += sum(len(s.tokens) for s in samples)
         return True
 
-    async def give_back(self, lease: Lease, reason: str, *, failed: bool) -> None:
-        """Gives a lease back to the ledger, outside the loop."""
-        await self._in_redis(lambda: self._leases.give_back(lease, reason, failed=failed))
+    async def give_back(self, lease: Lease, reason: str, *, failed: bool) -> bool:
+        """Gives a lease back to the ledger, outside the loop; False if Redis is away."""
+        call = partial(self._leases.give_back, lease, reason, failed=failed)
+        return bool(await self._in_redis(call))
 
 
 def at_deadline(samples: Sequence[Sample]) -> tuple[Sample, ...]:

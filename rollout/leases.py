@@ -197,13 +197,16 @@ class Leases:
         with self._lock:
             return self._held.get(held.lease.group_id) is held and not held.is_revoked
 
-    def give_back(self, lease: Lease, reason: str, *, failed: bool) -> None:
+    def give_back(self, lease: Lease, reason: str, *, failed: bool) -> bool:
         """Gives a group back to the ledger; what can't be given back expires by itself.
 
         Args:
             lease: the group's lease.
             reason: the reason, for people.
             failed: whether it counts as a failed attempt of the group.
+
+        Returns:
+            False if Redis is away.
         """
         self.forget(lease.group_id, lease.attempt)
         try:
@@ -212,6 +215,8 @@ class Leases:
             )
         except StoreError as error:
             log.warning(f"group {lease.group_id} wasn't given back and will expire: {error}")
+            return False
+        return True
 
     def forget(self, group_id: str, attempt: int) -> None:
         """Drops a group: it has a receipt, or its lease is left to expire. A later attempt stays."""

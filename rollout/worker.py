@@ -455,7 +455,9 @@ class Worker:
             log.error(str(error))
             status = 1
         for lease in self._leases.left():
-            await self._generation.give_back(lease, "drained", failed=False)
+            if not await self._generation.give_back(lease, "drained", failed=False):
+                # Each of the others would wait for Redis as long. They expire as well.
+                break
         return status
 
 

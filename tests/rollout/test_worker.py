@@ -167,13 +167,15 @@ class Bench:
         moved = self.pool.address.endpoint.replace("127.0.0.1", host)
         self.members.beat("reward-0", {"endpoint": moved})
 
-    def worker(self, name: str = "rollout-0", **environment: str) -> subprocess.Popen[bytes]:
-        """Starts a worker process."""
+    def worker(
+        self, before: str = "", name: str = "rollout-0", **environment: str
+    ) -> subprocess.Popen[bytes]:
+        """Starts a worker process, which runs ``before`` first."""
         path = self.folder / "join.json"
         path.write_text(json.dumps(asdict(self.join)))
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-c", START, str(path), name],
+                [sys.executable, "-c", before + START, str(path), name],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ENGINES, **environment},
@@ -520,7 +522,7 @@ def test_at_its_deadline_a_group_keeps_what_was_sampled(
             bench.close()
 
 
-SCRIPTED = ("rollout.engine=late_engine:make", "expert.per_group=0", "expert.prefix=null")
+SCRIPTED = ("rollout.engine=scripted_engine:make", "expert.per_group=0", "expert.prefix=null")
 
 
 def test_a_worker_that_is_leased_a_group_again_while_it_generates_it_begins_it_anew(
@@ -529,7 +531,12 @@ def test_a_worker_that_is_leased_a_group_again_while_it_generates_it_begins_it_a
     (tmp_path / "redis").mkdir()
     config = settings(
         *SCRIPTED,
-        *("replay.window=2", "replay.late=drop", "rollout.groups_ahead=1"),
+        *(
+            "rollout.engine=late_engine:make",
+            "replay.window=2",
+            "replay.late=drop",
+            "rollout.groups_ahead=1",
+        ),
         # Any failed attempt would be told of for good.
         "replay.max_attempts=1",
     )
@@ -563,7 +570,7 @@ def test_the_receipt_of_a_revoked_attempt_leaves_the_next_one_alone(
         bench = Bench(server, pools.StandInPool, tmp_path, config)
         try:
             bench.held_back = {("0-0", 1), ("0-0", 2)}
-            bench.worker(TANDEM_ENDLESS_ONCE="none")
+            bench.worker()
 
             def received(attempt: int) -> bool:
                 groups = [sent.group for sent in bench.pool.received]
@@ -585,6 +592,40 @@ def test_the_receipt_of_a_revoked_attempt_leaves_the_next_one_alone(
             bench.held_back = set()
             bench.move_pool("127.0.0.1")
             assert bench.take(1).ids[0].attempt == 2
+        finally:
+            bench.close()
+
+
+IMPATIENT = """
+from tandem.replay.connection import Store
+from tandem.rollout import worker
+for method in Store.script, Store.call, Store.batch:
+    method.__kwdefaults__["deadline"] = 0.5
+worker.OUTAGE_SECONDS = 1.0
+"""
+"""Lets a worker end after a second without Redis."""
+
+
+def test_a_worker_that_an_outage_has_ended_takes_up_its_groups_as_if_nothing_had_failed(
+    tmp_path: Path, pools: Any, servers: Any
+) -> None:
+    (tmp_path / "redis").mkdir()
+    config = settings(*SCRIPTED, "replay.max_attempts=1", "launch.drain_seconds=5")
+    with servers.running(tmp_path / "redis") as server:
+        bench = Bench(server, pools.StandInPool, tmp_path, config)
+        try:
+            bench.silent = True
+            process = bench.worker(IMPATIENT)
+            assert bench.pool.wait_received(3, 40), bench.log()[-3000:]
+            bench.server.kill()
+            assert process.wait(40) == 1, bench.log()[-3000:]
+            # What a drain could give back to nobody, it tries once and not for each group.
+            assert bench.log().count("wasn't given back and will expire") == 1
+            bench.server.start()
+            bench.silent = False
+            bench.worker()
+            bench.train(1)
+            assert bench.ledger.dead_letters() == []
         finally:
             bench.close()
 
