@@ -226,7 +226,8 @@ class Ledger:
         )
 
     def reclaim(self, member: str | None = None) -> list[str]:
-        """Takes back the leases of a member's earlier lives at once, as failed attempts.
+        """Takes back the leases of a member's earlier lives at once, as failed attempts, unless an outage
+        may have ended those lives.
 
         Without ``member`` it is this one, whose present life keeps its own leases; otherwise
         one that its supervisor knows to be dead, which keeps none.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -61,8 +63,10 @@ class Generation:
         self._in_redis = in_redis
         self._on_finish = on_finish
         self._batches: set[asyncio.Task[None]] = set()
+        # Ids of the groups in the engine; each one's event is set when it has left.
+        self._inside: dict[str, asyncio.Event] = {}
         self.groups = 0
-        """Number of groups in the engine."""
+        """Number of groups in the engine, or that wait to enter."""
         self.failures = 0
         """Number of batches in a row of which the engine finished nothing."""
         self.counts = {
@@ -76,16 +80,57 @@ class Generation:
         """Counters since the worker's start, for its report."""
 
     def begin(self, groups: Sequence[HeldGroup]) -> None:
-        """Gives the engine a batch; each group is submitted as it finishes."""
+        """Gives the engine a batch; each group is submitted as it finishes.
+
+        The ledger may have revoked a group that is in the engine and have leased it to this worker again.
+        It then enters, as a batch of its own, once the engine is rid of the earlier attempt.
+        """
         self.groups += len(groups)
-        batch = asyncio.create_task(self._generate(groups))
-        self._batches.add(batch)
-        batch.add_done_callback(self._batches.discard)
+        again = [held for held in groups if held.lease.group_id in self._inside]
+        fresh = [held for held in groups if held.lease.group_id not in self._inside]
+        if fresh:
+            self._enter(fresh)
+            self._spawn(self._generate(fresh))
+        for held in again:
+            self._spawn(self._generate_again(held))
+
+    def _spawn(self, batch: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(batch)
+        self._batches.add(task)
+        task.add_done_callback(self._batches.discard)
+
+    def _enter(self, groups: Sequence[HeldGroup]) -> None:
+        self._inside.update((held.lease.group_id, asyncio.Event()) for held in groups)
+
+    def _leave(self, group_id: str) -> None:
+        self._inside.pop(group_id).set()
+        self.groups -= 1
 
     async def wait(self, seconds: float) -> None:
         """Waits until all batches have ended, but at most ``seconds``."""
         if self._batches:
             await asyncio.wait(self._batches, timeout=seconds)
+
+    async def _generate_again(self, held: HeldGroup) -> None:
+        """Ends an earlier attempt of a group, then generates the group."""
+        group_id = held.lease.group_id
+        # An engine that is down ends the earlier attempt by itself.
+        with contextlib.suppress(TandemError):
+            await self._engine.abort([group_id])
+        while self._leases.holds(held) and (earlier := self._inside.get(group_id)):
+            await earlier.wait()
+        if self._leases.holds(held):
+            self._enter([held])
+            await self._generate([held])
+        else:
+            self.groups -= 1
+            self._drop(held)
+            self._on_finish()
+
+    def _drop(self, held: HeldGroup) -> None:
+        """Drops a group whose lease isn't this worker's any more."""
+        self.counts["revoked_groups"] += 1
+        self._leases.forget(held.lease.group_id, held.lease.attempt)
 
     async def _generate(self, groups: Sequence[HeldGroup]) -> None:
         """Generates one batch; submits each group as it finishes."""
@@ -95,17 +140,18 @@ class Generation:
             requests = [held.request(self._config) for held in groups]
             async for group in self._engine.generate(requests):
                 held = left.pop(group.group_id)
-                self.groups -= 1
+                self._leave(group.group_id)
                 self._on_finish()
                 try:
                     finished += await self._hand_in(group, held)
                 except StoreError as error:
                     # The lease expires by itself; the other groups go on.
                     log.warning(f"group {group.group_id}: {error}")
-                    self._leases.forget(group.group_id)
+                    self._leases.forget(group.group_id, held.lease.attempt)
         except (TandemError, ValueError) as error:
             log.error(f"the engine gave up a batch: {error}")
-        self.groups -= len(left)
+        for group_id in left:
+            self._leave(group_id)
         self._on_finish()
         for held in left.values():
             await self.give_back(held.lease, "the engine gave up its batch", failed=True)
@@ -115,9 +161,8 @@ class Generation:
         """Submits a finished group or gives its lease back; False if the engine failed to generate it."""
         lease = held.lease
         await self._check.settled(finished.samples)
-        if self._leases.still_holds(lease.group_id) is None:
-            self.counts["revoked_groups"] += 1
-            self._leases.forget(lease.group_id)
+        if not self._leases.holds(held):
+            self._drop(held)
             return True
         if held.is_spoiled:
             await self.give_back(lease, "the weights failed their check", failed=False)
@@ -166,9 +211,10 @@ class Generation:
         self.counts["tokens"] += sum(len(s.tokens) for s in samples)
         return True
 
-    async def give_back(self, lease: Lease, reason: str, *, failed: bool) -> None:
-        """Gives a lease back to the ledger, outside the loop."""
-        await self._in_redis(lambda: self._leases.give_back(lease, reason, failed=failed))
+    async def give_back(self, lease: Lease, reason: str, *, failed: bool) -> bool:
+        """Gives a lease back to the ledger, outside the loop; False if Redis is away."""
+        call = partial(self._leases.give_back, lease, reason, failed=failed)
+        return bool(await self._in_redis(call))
 
 
 def at_deadline(samples: Sequence[Sample]) -> tuple[Sample, ...]:

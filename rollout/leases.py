@@ -46,7 +46,7 @@ class HeldGroup:
     deadline: float
     """When the group is ended with what it has (monotonic seconds)."""
     is_revoked: bool = False
-    """Whether another worker holds the group now, so that nothing of it is submitted."""
+    """Whether the ledger has taken the group back, so that nothing of it is submitted."""
     is_late: bool = False
     """Whether the group was ended at its deadline."""
     is_spoiled: bool = False
@@ -128,6 +128,9 @@ class Leases:
     def take(self, version: Version, room: int) -> tuple[LeaseReply, list[HeldGroup]]:
         """Leases up to ``room`` groups; to be called from one thread at a time.
 
+        A group of which an earlier lease is held still was revoked or has expired unnoticed: only the
+        new lease is held from now on.
+
         Args:
             version: the version that the engine serves.
             room: greatest number of groups.
@@ -189,32 +192,38 @@ class Leases:
             self._problems.popitem(last=False)
         return held
 
-    def still_holds(self, group_id: str) -> HeldGroup | None:
-        """The group, if this worker still holds it."""
+    def holds(self, held: HeldGroup) -> bool:
+        """Whether this worker still holds a group by the lease that it was taken with."""
         with self._lock:
-            held = self._held.get(group_id)
-        return None if held is None or held.is_revoked else held
+            return self._held.get(held.lease.group_id) is held and not held.is_revoked
 
-    def give_back(self, lease: Lease, reason: str, *, failed: bool) -> None:
+    def give_back(self, lease: Lease, reason: str, *, failed: bool) -> bool:
         """Gives a group back to the ledger; what can't be given back expires by itself.
 
         Args:
             lease: the group's lease.
             reason: the reason, for people.
             failed: whether it counts as a failed attempt of the group.
+
+        Returns:
+            False if Redis is away.
         """
-        self.forget(lease.group_id)
+        self.forget(lease.group_id, lease.attempt)
         try:
             self._ledger.give_back(
                 lease.group_id, lease.attempt, reason=reason[:200], failed=failed
             )
         except StoreError as error:
             log.warning(f"group {lease.group_id} wasn't given back and will expire: {error}")
+            return False
+        return True
 
-    def forget(self, group_id: str) -> None:
-        """Drops a group: it has a receipt, or its lease is left to expire."""
+    def forget(self, group_id: str, attempt: int) -> None:
+        """Drops a group: it has a receipt, or its lease is left to expire. A later attempt stays."""
         with self._lock:
-            self._held.pop(group_id, None)
+            held = self._held.get(group_id)
+            if held is not None and held.lease.attempt == attempt:
+                del self._held[group_id]
 
     def ids(self) -> list[str]:
         """Ids of all groups that are held."""
@@ -227,20 +236,22 @@ class Leases:
             return [held.lease for held in self._held.values()]
 
     def renew(self) -> None:
-        """Renews all leases; ends the groups that now belong to another worker.
+        """Renews all leases; ends the groups that aren't this worker's any more.
 
         Raises:
             StoreError: Redis is away.
         """
-        wanted = self.ids()
+        with self._lock:
+            wanted = dict(self._held)
         if not wanted:
             return
         lost = self._ledger.renew(wanted)
         revoked = []
         with self._lock:
             for group_id in lost:
-                held = self._held.get(group_id)
-                if held is not None and not held.is_revoked:
+                held = wanted[group_id]
+                # It may have been leased again, to this worker, since the ledger answered.
+                if self._held.get(group_id) is held and not held.is_revoked:
                     held.is_revoked = True
                     revoked.append(group_id)
         if revoked:

@@ -228,7 +228,7 @@ class Worker:
         self._keeper.wake()
 
     def _on_receipt(self, receipt: GroupReceipt) -> None:
-        self._leases.forget(receipt.group_id)
+        self._leases.forget(receipt.group_id, receipt.attempt)
 
     def _abort(self, group_ids: list[str]) -> None:
         asyncio.run_coroutine_threadsafe(self._sampler.abort(group_ids), self._loop)
@@ -455,7 +455,9 @@ class Worker:
             log.error(str(error))
             status = 1
         for lease in self._leases.left():
-            await self._generation.give_back(lease, "drained", failed=False)
+            if not await self._generation.give_back(lease, "drained", failed=False):
+                # Each of the others would wait for Redis as long. They expire as well.
+                break
         return status
 
 

@@ -225,11 +225,16 @@ class Release(StrEnum):
     FAILED = "failed"
 
 
-def counts_as_failed(why: Release) -> bool:
-    """Whether it counts towards ``max_attempts``: a drain or a revocation isn't the group's fault.
+def counts_as_failed(why: Release, *, moved: bool = False) -> bool:
+    """Whether it counts towards ``max_attempts``: a drain, a revocation or an outage isn't the group's fault.
 
-    An outage has no entry: deadlines move on over it, so that nothing expires.
+    Args:
+        why: how the lease ended.
+        moved: whether it hasn't been renewed since deadlines last moved on (see :func:`moved_on_by`), so
+            that its worker may have ended in an outage.
     """
+    if why in (Release.EXPIRED, Release.WORKER_DIED):
+        return not moved
     return why not in (Release.RETURNED, Release.REVOKED)
 
 

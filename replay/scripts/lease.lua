@@ -79,7 +79,7 @@ else
     local name = group_key(serial)
     local attempt = redis.call('hincrby', name, 'attempt', 1)
     redis.call('hset', name, 'state', 'leased', 'worker', worker, 'holder', holder, 'term', term,
-      'step', held, 'leased_ms', now, 'cap', cap)
+      'step', held, 'leased_ms', now, 'cap', cap, 'moved', 0)
     leased = leased + 1
     leases[#leases + 1] = {serial, attempt, cap}
     places[2 * #leases - 1], places[2 * #leases] = place, serial

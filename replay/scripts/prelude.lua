@@ -366,7 +366,14 @@ local function move_deadlines(ms)
   for _, serial in ipairs(redis.call('zrange', key('leased'), 0, -1)) do
     redis.call('zincrby', key('deadlines'), ms, serial)
     redis.call('hincrby', group_key(serial), 'cap', ms)
+    redis.call('hset', group_key(serial), 'moved', 1)
   end
+end
+
+-- Whether a lease hasn't been renewed since deadlines last moved on: an outage may have ended its
+-- holder, which is no fault of the group's.
+local function is_of_outage(serial)
+  return redis.call('hget', group_key(serial), 'moved') == '1'
 end
 
 local function server_life()
@@ -402,14 +409,15 @@ local function moved_on(now)
   return moved_on_after_silence(now) or in_new_life
 end
 
--- Leases past their deadline go back. Returns how many.
+-- Leases past their deadline go back, each with a failed attempt, unless an outage may have ended its
+-- holder. Returns how many.
 local function expire_due(now, m)
   local function find()
     return redis.call('zrangebyscore', key('deadlines'), '-inf', now, 'limit', 0, 1024)
   end
   local due = find()
   if #due > 0 and moved_on(now) then due = find() end
-  for _, serial in ipairs(due) do release(serial, true, 'lease expired', m) end
+  for _, serial in ipairs(due) do release(serial, not is_of_outage(serial), 'lease expired', m) end
   if #due > 0 then hint('taken') end
   return #due
 end

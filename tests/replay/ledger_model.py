@@ -44,6 +44,8 @@ class Live:
     deadline: int | None = None
     """While leased."""
     cap: int = 0
+    moved: bool = False
+    """Deadlines have moved on since it was leased or renewed."""
     released: str = ""
     digest: str = ""
     oldest: int | None = None
@@ -119,7 +121,7 @@ class LedgerModel:
         group = self.live[serial]
         text = why.value if text is None else text
         group.state, group.deadline, group.released = "admitted", None, text
-        if rules.counts_as_failed(why):
+        if rules.counts_as_failed(why, moved=group.moved):
             group.failures += 1
             if rules.is_given_up(group.failures, self.limits.max_attempts):
                 self.dead[serial] = (group.attempt or 0, group.failures, text)
@@ -138,6 +140,7 @@ class LedgerModel:
             assert group.deadline is not None
             group.deadline += by
             group.cap += by
+            group.moved = group.moved or by > 0
         return by > 0
 
     def _due(self) -> list[int]:
@@ -225,7 +228,7 @@ class LedgerModel:
             group = self.live.setdefault(serial, Live(place=place))
             group.state, group.attempt = "leased", (group.attempt or 0) + 1
             group.worker, group.holder, group.held = worker, holder, held
-            group.leased_ms = self.now
+            group.leased_ms, group.moved = self.now, False
             group.deadline, group.cap = rules.first_times(self.now, self.limits)
             leases.append((serial, group.attempt, group.cap))
         return leases, ""
@@ -252,7 +255,7 @@ class LedgerModel:
                 self._release(serial, Release.PAST_DEADLINE)
                 lost.append(serial)
             else:
-                group.deadline = deadline
+                group.deadline, group.moved = deadline, False
         return lost
 
     def give_back(
@@ -270,6 +273,8 @@ class LedgerModel:
             for serial, group in self.of("leased").items()
             if group.worker == worker and group.holder != keeps
         ]
+        if found:
+            self._move_on()
         for serial in found:
             self._release(serial, Release.WORKER_DIED)
         return found

@@ -67,9 +67,26 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "an expired lease is no failure": (
         "prelude",
-        "release(serial, true, 'lease expired', m)",
+        "release(serial, not is_of_outage(serial), 'lease expired', m)",
         "release(serial, false, 'lease expired', m)",
     ),
+    "an outage counts as failed where a lease expires": (
+        "prelude",
+        "release(serial, not is_of_outage(serial), 'lease expired', m)",
+        "release(serial, true, 'lease expired', m)",
+    ),
+    "an outage counts as failed where a worker died": (
+        "reclaim",
+        "not is_of_outage(serial), 'its worker died'",
+        "true, 'its worker died'",
+    ),
+    "reclaim doesn't see a silence": ("reclaim", "  moved_on(now_ms())\n", ""),
+    "what is renewed after an outage is still the outage's": (
+        "renew",
+        "if known[4] == '1' then",
+        "if false then",
+    ),
+    "what is leased after an outage is still the outage's": ("lease", ", 'moved', 0)", ")"),
     "one attempt more than max_attempts": (
         "prelude",
         "failures >= m.max_attempts",

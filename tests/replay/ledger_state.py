@@ -136,7 +136,8 @@ def _bits(value: bytes | None) -> set[int]:
 
 
 def _group(fields: dict[str, str]) -> tuple[Any, ...]:
-    numbers = (int(fields.get(n, 0)) for n in ("attempt", "failures", "step", "leased_ms", "cap"))
+    names = ("attempt", "failures", "step", "leased_ms", "cap", "moved")
+    numbers = (int(fields.get(n, 0)) for n in names)
     texts = (fields.get(n, "") for n in ("state", "worker", "holder", "released", "digest"))
     lists = (json.loads(fields.get(name, "[]")) for name in ("traces", "own_rows"))
     return (*numbers, *texts, *(int(fields.get(n, 0)) for n in ("bytes", "correct")), *lists)
@@ -160,7 +161,14 @@ def expected(model: LedgerModel) -> dict[str, Any]:
     """What :func:`observe` should see."""
 
     def group(live: Live) -> tuple[Any, ...]:
-        numbers = (live.attempt or 0, live.failures, live.held, live.leased_ms, live.cap)
+        numbers = (
+            live.attempt or 0,
+            live.failures,
+            live.held,
+            live.leased_ms,
+            live.cap,
+            live.moved,
+        )
         texts = (live.state, live.worker, live.holder, live.released, live.digest)
         lists = (list(live.traces), list(live.own_rows))
         return (*numbers, *texts, live.nbytes, live.correct, *lists)

@@ -179,6 +179,61 @@ def test_the_leases_of_the_dead_expire_while_others_are_heard_of(world: Worlds):
     assert w.lease(ledger=w.member("rollout-1"))[0].group_id == lease.group_id
 
 
+@pytest.mark.parametrize("first", ["its next life", "another member", "a restarted server"])
+def test_a_worker_that_an_outage_has_ended_costs_its_groups_no_attempt(
+    own_server: Any, make: Any, first: str
+):
+    store = connect(own_server.join())
+    w = make.world(store, lease_seconds=10, max_attempts=1)
+    members = Members(store)
+    members.register("rollout", "rollout-0", {})
+    members.register("rollout", "rollout-1", {})
+    (lease,) = w.lease()
+    if first == "a restarted server":
+        own_server.kill()
+        own_server.start()
+    else:
+        silence(store, 20, lease)
+    if first == "another member":
+        members.beat("rollout-1")
+    later = connect(own_server.join(store.run_id))
+    (again,) = w.lease(ledger=Ledger(later, "rollout-0"))
+    assert (again.group_id, again.attempt) == (lease.group_id, 2)
+    assert w.ledger.dead_letters() == []
+    later.close()
+    store.close()
+
+
+def test_a_lease_whose_worker_never_came_back_from_an_outage_expires_uncounted(world: Worlds):
+    w = world(lease_seconds=10, max_attempts=1)
+    Members(w.store).register("rollout", "rollout-0", {})
+    (lease,) = w.lease()
+    silence(w.store, 20, lease)
+    Members(w.store).register("rollout", "rollout-1", {})
+    w.expire(lease)
+    (again,) = w.lease(ledger=w.member("rollout-1"))
+    assert again.group_id == lease.group_id
+    # The next one to die has no outage to blame.
+    w.expire(again)
+    assert w.lease(ledger=w.member("rollout-2"))[0].group_id == "0-1"
+    assert [letter["reason"] for letter in w.ledger.dead_letters()] == ["lease expired"]
+
+
+def test_a_worker_that_dies_after_it_was_heard_of_again_costs_an_attempt(
+    world: Worlds, server: Any
+):
+    w = world(lease_seconds=10, max_attempts=1)
+    Members(w.store).register("rollout", "rollout-0", {})
+    (lease,) = w.lease()
+    silence(w.store, 20, lease)
+    Members(w.store).register("rollout", "rollout-0", {})
+    assert w.ledger.renew([lease.group_id]) == []
+    later = connect(server.join(w.store.run_id))
+    assert w.lease(ledger=Ledger(later, "rollout-0"))[0].group_id == "0-1"
+    assert [letter["reason"] for letter in w.ledger.dead_letters()] == ["its worker died"]
+    later.close()
+
+
 def test_workers_that_lease_at_once_never_share_a_group(server: Any, make: Any):
     store = connect(server.join())
     w = make.world(store, max_staleness=1000)

@@ -105,8 +105,13 @@ def test_no_group_is_leased_that_would_come_after_the_last_step():
         (rules.Release.REVOKED, False),
     ],
 )
-def test_a_drain_and_a_revocation_are_no_failed_attempts(why: rules.Release, failed: bool):
+def test_a_drain_a_revocation_and_an_outage_are_no_failed_attempts(
+    why: rules.Release, failed: bool
+):
     assert rules.counts_as_failed(why) is failed
+    # Of these, an outage may be the reason.
+    of_outage = why in (rules.Release.EXPIRED, rules.Release.WORKER_DIED)
+    assert rules.counts_as_failed(why, moved=True) is (failed and not of_outage)
 
 
 LIMITS = rules.Limits(groups_per_step=2, max_staleness=1, window=2)

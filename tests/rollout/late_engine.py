@@ -3,10 +3,15 @@
 Of groups whose prompt tokens add up to an even number the first two samples end, the third goes on
 for ever and the fourth never begins; of the others no sample ends. Beside it on the path:
 ``tests/faults/scripted_engine.py``.
+
+With ``TANDEM_ENDLESS_ONCE=GROUP`` only that group's samples never end, the first time that it is
+generated.
 """
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -29,9 +34,18 @@ class _Stuck(_Row):
 class LateEngine(ScriptedEngine):
     """See the module."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._once = os.environ.get("TANDEM_ENDLESS_ONCE")
+        self._begun: Counter[str] = Counter()
+
     def _script(self, request: GroupRequest, index: int) -> _Row:
         row = super()._script(request, index)
-        if int(request.prompt_tokens.sum()) % 2 == 0 and index < 2:
+        if self._once is not None:
+            self._begun[request.group_id] += 1
+            if request.group_id != self._once or self._begun[self._once] > request.count:
+                return row
+        elif int(request.prompt_tokens.sum()) % 2 == 0 and index < 2:
             return row
         row.tokens = np.full(ENDLESS, row.tokens[0], np.int32)
         row.logprobs = np.full(ENDLESS, -0.25, np.float32)

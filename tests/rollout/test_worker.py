@@ -111,6 +111,8 @@ class Bench:
         self.publish(0)
         self.step = 0
         self.silent = False
+        self.held_back: set[tuple[str, int]] = set()
+        """Groups and attempts that the pool leaves unanswered."""
         self.pool = pool_of(self.runs.curve_client(), self._judge)
         self.members.register(
             "reward",
@@ -153,20 +155,27 @@ class Bench:
         return every.gather(2, tokens[:, 1:, None]).squeeze(2)
 
     def _judge(self, group: Group) -> tuple[CommitResult, str] | None:
-        if self.silent:
+        if self.silent or (group.group_id, group.attempt) in self.held_back:
             return None
         self.judged.append(group)
         graded = [replace(sample, verdict=Verdict.WRONG, reward=0.0) for sample in group.samples]
         ledger = Ledger(self.store, "reward-0")
         return ledger.commit(replace(group, samples=tuple(graded))), ""
 
-    def worker(self, name: str = "rollout-0", **environment: str) -> subprocess.Popen[bytes]:
-        """Starts a worker process."""
+    def move_pool(self, host: str) -> None:
+        """Gives the pool another address of this host: what it left unanswered goes out again."""
+        moved = self.pool.address.endpoint.replace("127.0.0.1", host)
+        self.members.beat("reward-0", {"endpoint": moved})
+
+    def worker(
+        self, before: str = "", name: str = "rollout-0", **environment: str
+    ) -> subprocess.Popen[bytes]:
+        """Starts a worker process, which runs ``before`` first."""
         path = self.folder / "join.json"
         path.write_text(json.dumps(asdict(self.join)))
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-c", START, str(path), name],
+                [sys.executable, "-c", before + START, str(path), name],
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ENGINES, **environment},
@@ -436,9 +445,7 @@ def test_groups_finished_while_redis_is_away_are_not_lost(
     bench.server.kill()
     bench.silent = False
     bench.server.start()
-    # Those in the hands of the silent pool go out again once it has another address.
-    moved = {"endpoint": bench.pool.address.endpoint.replace("127.0.0.1", "localhost")}
-    bench.members.beat("reward-0", moved)
+    bench.move_pool("localhost")
     bench.train(3)
     assert worker.poll() is None
 
@@ -511,6 +518,114 @@ def test_at_its_deadline_a_group_keeps_what_was_sampled(
             until(bench.ledger.dead_letters, "a group that was given up")
             for dead in bench.ledger.dead_letters():
                 assert dead["reason"] == "0 of 4 samples finished before its deadline"
+        finally:
+            bench.close()
+
+
+SCRIPTED = ("rollout.engine=scripted_engine:make", "expert.per_group=0", "expert.prefix=null")
+
+
+def test_a_worker_that_is_leased_a_group_again_while_it_generates_it_begins_it_anew(
+    tmp_path: Path, pools: Any, servers: Any
+) -> None:
+    (tmp_path / "redis").mkdir()
+    config = settings(
+        *SCRIPTED,
+        *(
+            "rollout.engine=late_engine:make",
+            "replay.window=2",
+            "replay.late=drop",
+            "rollout.groups_ahead=1",
+        ),
+        # Any failed attempt would be told of for good.
+        "replay.max_attempts=1",
+    )
+    with servers.running(tmp_path / "redis") as server:
+        bench = Bench(server, pools.StandInPool, tmp_path, config)
+        try:
+            process = bench.worker(TANDEM_ENDLESS_ONCE="0-0")
+            # The second row passes over the group, which would become too old, and revokes it.
+            bench.train(2)
+
+            def generated() -> Group | None:
+                return next((g for g in bench.judged if g.group_id == "0-0"), None)
+
+            group = until(generated, lambda: bench.log()[-3000:])
+            # The worker had it, the ledger revoked it, and the worker has it again.
+            assert group.attempt == 3
+            assert min(steps_of([group])) >= 1
+            bench.train(2)
+            assert bench.ledger.dead_letters() == []
+            assert process.poll() is None
+        finally:
+            bench.close()
+
+
+def test_the_receipt_of_a_revoked_attempt_leaves_the_next_one_alone(
+    tmp_path: Path, pools: Any, servers: Any
+) -> None:
+    (tmp_path / "redis").mkdir()
+    config = settings(*SCRIPTED, "replay.lease_seconds=6")
+    with servers.running(tmp_path / "redis") as server:
+        bench = Bench(server, pools.StandInPool, tmp_path, config)
+        try:
+            bench.held_back = {("0-0", 1), ("0-0", 2)}
+            bench.worker()
+
+            def received(attempt: int) -> bool:
+                groups = [sent.group for sent in bench.pool.received]
+                return ("0-0", attempt) in [(group.group_id, group.attempt) for group in groups]
+
+            until(lambda: received(1), lambda: bench.log()[-3000:])
+            holder = bench.store.call("hget", bench.store.key("group:0"), "holder").decode()
+            assert bench.store.script("give_back", holder, 0, 1, "revoked", 0) == 1
+            until(lambda: received(2), lambda: bench.log()[-3000:])
+            bench.held_back = {("0-0", 2)}
+            bench.move_pool("localhost")
+            until(lambda: "0-0 attempt 1: superseded" in bench.log(), lambda: bench.log()[-3000:])
+
+            def deadline() -> float:
+                return bench.store.call("zscore", bench.store.key("deadlines"), 0) or 0.0
+
+            first = deadline()
+            until(lambda: deadline() > first, "a renewal")
+            bench.held_back = set()
+            bench.move_pool("127.0.0.1")
+            assert bench.take(1).ids[0].attempt == 2
+        finally:
+            bench.close()
+
+
+IMPATIENT = """
+from tandem.replay.connection import Store
+from tandem.rollout import worker
+for method in Store.script, Store.call, Store.batch:
+    method.__kwdefaults__["deadline"] = 0.5
+worker.OUTAGE_SECONDS = 1.0
+"""
+"""Lets a worker end after a second without Redis."""
+
+
+def test_a_worker_that_an_outage_has_ended_takes_up_its_groups_as_if_nothing_had_failed(
+    tmp_path: Path, pools: Any, servers: Any
+) -> None:
+    (tmp_path / "redis").mkdir()
+    config = settings(*SCRIPTED, "replay.max_attempts=1", "launch.drain_seconds=5")
+    with servers.running(tmp_path / "redis") as server:
+        bench = Bench(server, pools.StandInPool, tmp_path, config)
+        try:
+            bench.silent = True
+            process = bench.worker(IMPATIENT)
+            assert bench.pool.wait_received(3, 40), bench.log()[-3000:]
+            bench.server.kill()
+            assert process.wait(40) == 1, bench.log()[-3000:]
+            # What a drain could give back to nobody, it tries once and not for each group.
+            assert bench.log().count("wasn't given back and will expire") == 1
+            bench.server.start()
+            bench.silent = False
+            bench.worker()
+            bench.train(1)
+            assert bench.ledger.dead_letters() == []
         finally:
             bench.close()
 
