@@ -208,12 +208,13 @@ class Player:
         assert request.task is not None
         began = asyncio.get_running_loop().time()
         sessions = [self._open(request, index)]
+        was_cut = True
+        leaving: list[asyncio.Task[None]] = []
 
         def again() -> tuple[str, str]:
             """The session for another try, which samples the same noise as the first."""
-            lost = sessions[-1]
-            lost.is_over = True
-            sessions.append(self._open(request, index))
+            leaving.append(asyncio.create_task(self._endpoint.abort(sessions[-1])))
+            sessions.append(self._open(request, index, attempt=len(sessions)))
             return sessions[-1].base_url, sessions[-1].key
 
         playing = asyncio.create_task(
@@ -244,7 +245,9 @@ class Player:
         finally:
             playing.cancel()
             cutting.cancel()
-            recorded = [await self._endpoint.finish(session) for session in sessions]
+            recorded = [
+                await self._endpoint.finish(session, was_cut=was_cut) for session in sessions
+            ]
             group.left -= 1
         seconds = asyncio.get_running_loop().time() - began
         spec = settings.use.get(request.task.environment)
@@ -256,7 +259,7 @@ class Player:
         self._count(outcome)
         return outcome
 
-    def _open(self, request: GroupRequest, index: int) -> Session:
+    def _open(self, request: GroupRequest, index: int, attempt: int = 0) -> Session:
         config = self._config
         return self._endpoint.open(
             SessionSpec(
@@ -267,6 +270,7 @@ class Player:
                 longest=config.data.max_prompt_tokens + request.sampling.max_new_tokens,
                 max_turns=config.environments.max_turns,
                 stop=request.stop,
+                attempt=attempt,
             )
         )
 

@@ -117,8 +117,8 @@ class RolloutConfig(Section):
     with the cache of the old weights; those of vLLM with ``learner.lora`` end with the old adapter."""
     update_wait_seconds: Annotated[float, Field(ge=0)] = 0.0
     """How long new weights may wait for running samples to end before they replace the old ones in
-    flight; no sample begins in the meantime, and the next groups are leased for them. Worthwhile if samples
-    are short and recomputing the cache is expensive."""
+    flight; no sample begins in the meantime, and the next groups are leased for them. At most three quarters of
+    ``weights.commit_seconds``. Worthwhile if samples are short and recomputing the cache is expensive."""
     groups_ahead: NonNegative = 0
     """Number of groups leased beyond ``groups_per_batch``, so that the engine never waits for a lease;
     needs ``replay.max_staleness`` of 2 or more to have them admitted while a step is trained on."""

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from .section import NonNegative, Positive, Seconds, Section
 
+LOADS_BY = 0.75
+"""Share of ``commit_seconds`` after which new weights wait for running samples no longer."""
+
 
 class WeightsConfig(Section):
     """How updated weights reach running workers."""

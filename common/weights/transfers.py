@@ -23,7 +23,7 @@ import zmq
 from torch.distributed import TCPStore
 
 from ..config import WeightsConfig
-from ..errors import WeightsError, WireError
+from ..errors import TandemError, WeightsError, WireError
 from ..mailbox import Mailbox
 from ..sockets import local_address
 from ..waiting import Wait
@@ -356,7 +356,8 @@ class Transfers:
         try:
             point = one.meeting_point = meeting_point(self._interface, self._ports)
             channel = one.channel = kind(self._settings, self._slots.device)
-        except (RuntimeError, OSError) as error:
+        except (TandemError, RuntimeError, OSError) as error:
+            # TandemError: all ports of launch.ports are in use.
             self._on_sent(one, f"the weight channel can't be created: {error}")
             return
         own = Meeting(

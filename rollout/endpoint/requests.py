@@ -19,6 +19,16 @@ REFUSED = (
     "best_of",
     "suffix",
     "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "bad_words",
+    "allowed_token_ids",
+    "use_beam_search",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "ignore_eos",
+    "min_tokens",
     "structured_outputs",
     "functions",
     "function_call",
@@ -26,7 +36,9 @@ REFUSED = (
     "chat_template_kwargs",
     "continue_final_message",
 )
-"""Fields that would have an effect which the endpoint doesn't have."""
+"""Fields that would have an effect which the endpoint doesn't have, unless they are 0, false or empty."""
+NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "add_generation_prompt": True}
+"""Such fields with the value that has no effect."""
 MOST_ALTERNATIVES = 20
 """Log-probs of other tokens at each place; vLLM gives no more."""
 MOST_ANSWERS = 1024
@@ -110,6 +122,9 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
     for name in REFUSED:
         if body.get(name):
             raise DataError(f"{name} isn't supported: leave it out")
+    for name, neutral in NEUTRAL.items():
+        if body.get(name) not in (None, neutral):
+            raise DataError(f"{name}={body[name]!r} isn't supported: leave it out")
     count = 1 if body.get("n") is None else body["n"]
     if type(count) is not int or not 1 <= count <= MOST_ANSWERS:
         raise DataError(f"n={count!r} should be a whole number from 1 to {MOST_ANSWERS}")

@@ -144,8 +144,14 @@ class Endpoint:
         session.is_over = True
         await self._engine.abort(list(session.running))
 
-    async def finish(self, session: Session) -> Recorded | None:
-        """Ends a session; returns what is trained on, or None if nothing was sampled."""
+    async def finish(self, session: Session, *, was_cut: bool = True) -> Recorded | None:
+        """Ends a session; returns what is trained on, or None if nothing was sampled.
+
+        Args:
+            session: it may have turns that are being sampled, which end.
+            was_cut: whether the episode is ended from outside, so that these turns are its last ones. An
+                episode that has ended by itself didn't wait for them, and nothing came of them.
+        """
         self._sessions.pop(session.key, None)
         self._finished[session.key] = None
         if len(self._finished) > FINISHED_KEYS:
@@ -157,7 +163,7 @@ class Endpoint:
             # What is aborted comes back within a token step, and is recorded by whoever asked for it.
             while session.running and time.monotonic() < end:
                 await asyncio.sleep(LOOK_SECONDS)
-        return session.recorded()
+        return session.recorded(was_cut=was_cut)
 
     # The life of the server.
 
@@ -330,6 +336,8 @@ class Endpoint:
         params = body.get("sampling_params")
         if params is not None and not isinstance(params, Mapping):
             raise DataError("sampling_params should be an object")
+        if body.get("stream"):
+            raise DataError("stream isn't supported where tokens are generated: leave it out")
         # Clients set these two to what they read in any case.
         known = {k: v for k, v in (params or {}).items() if k not in ("logprobs", "n")}
         want = wanted({**known, "return_token_ids": body.get("return_token_ids")})
@@ -441,7 +449,8 @@ class Endpoint:
             )
         if want.max_tokens is not None:
             room = min(room, want.max_tokens)
-        name = f"{spec.name}/{ticket.order}"
+        noise = f"{spec.name}/{ticket.order}"
+        name = f"{spec.name}~{spec.attempt}/{ticket.order}" if spec.attempt else noise
         session.running.add(name)
         sample: Sample | None = None
         error: str | None = None
@@ -457,7 +466,7 @@ class Endpoint:
                 count=1,
                 sampling=replace(sampling, max_new_tokens=room),
                 seed=want.seed if keyed and want.seed is not None else spec.seed,
-                noise=f"{number}" if keyed else None,
+                noise=f"{number}" if keyed else noise if spec.attempt else None,
                 stop=(*spec.stop, *self._stops(want)),
                 follow=follow,
             )

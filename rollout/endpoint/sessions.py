@@ -64,6 +64,8 @@ class SessionSpec:
     """Greatest number of requests."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn."""
+    attempt: int = 0
+    """Earlier sessions of this name, whose turns may still be sampled. The noise is theirs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +118,12 @@ class Branch:
     def own(self) -> int:
         """Number of own tokens."""
         return sum(turn.end - turn.start for turn in self.turns)
+
+    def answered(self) -> Branch:
+        """The branch, or a copy of it without its last turn, if that was aborted and so wasn't answered."""
+        if not self.turns or self.turns[-1].reason is not FinishReason.ABORT:
+            return self
+        return self.until(self.turns[-2]) if len(self.turns) > 1 else Branch(tokens=[], prompt=0)
 
     def until(self, turn: Answered) -> Branch:
         """A copy that ends with one of its turns."""
@@ -397,9 +405,11 @@ class Session:
 
     # The end.
 
-    def recorded(self) -> Recorded | None:
-        """The branch that is trained on; None if nothing was sampled."""
-        branches = [branch for branch in self.branches if branch.own]
+    def recorded(self, *, was_cut: bool = True) -> Recorded | None:
+        """The branch that is trained on, without an aborted turn unless the episode was cut there; None if nothing
+        was sampled."""
+        found = self.branches if was_cut else [branch.answered() for branch in self.branches]
+        branches = [branch for branch in found if branch.own]
         if not branches:
             return None
         best = max(reversed(branches), key=lambda branch: branch.own)

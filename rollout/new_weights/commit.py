@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ...common.config.weights import LOADS_BY
 from ...common.errors import TandemError
 from ...common.records import Version
 from ..engine import Engine, Holder
@@ -87,7 +89,7 @@ class Committer:
 
     async def _load(self, staged: StagedTensors | None, version: Version) -> float:
         still = False
-        before = self._engine.stats().load_seconds
+        before, began = self._engine.stats().load_seconds, time.monotonic()
         try:
             # An evaluation should use a single version, but the deadline matters more.
             async with asyncio.timeout(self._seconds / 2):
@@ -97,10 +99,13 @@ class Committer:
             log.warning(f"version {version} is committed into a long evaluation")
         try:
             if staged is not None:
-                if self._update_wait and isinstance(self._engine, Holder):
+                # Whatever an evaluation took of the time, the load has the rest to itself.
+                left = LOADS_BY * self._seconds - (time.monotonic() - began)
+                wait = min(self._update_wait, left)
+                if wait > 0 and isinstance(self._engine, Holder):
                     self.coming = version
                     self._on_change()
-                    await self._engine.hold(self._update_wait)
+                    await self._engine.hold(wait)
                 if self._check.is_on:
                     await self._check.begin(version)
                 await self._engine.load(staged, version)

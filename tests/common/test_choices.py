@@ -371,7 +371,7 @@ NOTHING = [
         "needs a GPU",
     ),
     (["model.attention=flex", "launch.gpus=none"], "set model.attention=sdpa"),
-    (["rollout.update_wait_seconds=60"], "weights.commit_seconds=60"),
+    (["rollout.update_wait_seconds=46"], "weights.commit_seconds=60"),
     (["weights.transport=nccl", "launch.gpus=none"], "weights.transport=auto"),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from typing import Any
 
@@ -273,6 +274,25 @@ def test_a_channel_listens_only_while_a_version_is_sent(run: Any) -> None:
     while len(listening(learner.pid)) > 1 or listening(worker.pid):
         assert time.monotonic() < until, (listening(learner.pid), listening(worker.pid))
         time.sleep(0.02)
+
+
+def test_without_a_port_for_a_channel_the_learner_lives_and_tries_again(run: Any) -> None:
+    with socket.socket() as router, socket.socket() as other:
+        router.bind(("127.0.0.1", 0))
+        port = router.getsockname()[1]
+        other.bind(("127.0.0.1", port + 1))
+        other.listen()
+        router.close()
+        settings = config()
+        # The first port of the range is Redis'.
+        launch = settings.launch.model_copy(update={"ports": f"{port - 1}-{port + 1}"})
+        settings = settings.model_copy(update={"launch": launch})
+        publisher = run.publisher(config=settings)
+        worker = run.worker()
+        publisher.publish(v(1), model(1))
+        run.lines.wait_for("the weight channel can't be created")
+        other.close()
+        assert worker.next() == (v(1), as_bytes(model(1)))
 
 
 def test_a_channel_opens_only_to_a_worker_of_the_run_that_has_accepted_an_offer(run: Any) -> None:

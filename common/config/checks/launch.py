@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..tree import Config
+from ..weights import LOADS_BY
 from .updates import Rule
 
 
@@ -46,11 +47,11 @@ def _engine_gpus(config: Config) -> str | None:
 
 def _waits(config: Config) -> str | None:
     wait, commit = config.rollout.update_wait_seconds, config.weights.commit_seconds
-    if wait < commit:
+    if wait <= LOADS_BY * commit:
         return None
     return (
-        f"rollout.update_wait_seconds={wait:g} lets new weights wait longer than they may take, "
-        f"weights.commit_seconds={commit:g}: lower the first or raise the second"
+        f"rollout.update_wait_seconds={wait:g} lets new weights wait for more than three quarters of the time that "
+        f"they may take, weights.commit_seconds={commit:g}: lower the first or raise the second"
     )
 
 

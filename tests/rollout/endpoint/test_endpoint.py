@@ -457,6 +457,92 @@ def test_an_aborted_session_keeps_what_it_has(serving: Any) -> None:
     run(scenario())
 
 
+def test_a_turn_that_an_episode_didnt_wait_for_is_no_part_of_it(serving: Any) -> None:
+    """An agent asks twice at once, takes the first answer and ends."""
+
+    async def scenario(served: Any, turns: int) -> None:
+        session = served.open(sampling=sampling(max_new_tokens=3000), stop=())
+        client = served.client(session)
+        for _ in range(turns):
+            await client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=4)
+        asking = asyncio.create_task(
+            client.chat.completions.create(model="tiny", messages=[*QUESTION, *QUESTION])
+        )
+        before = served.engine.stats().sampled_tokens
+        while served.engine.stats().sampled_tokens < before + 20:
+            await asyncio.sleep(0.005)
+        found = await served.endpoint.finish(session, was_cut=False)
+        asking.cancel()
+        if not turns:
+            assert found is None
+            return
+        assert len(found.turns) == 1
+        assert len(found.tokens) <= 4
+        assert found.finish_reason is not FinishReason.ABORT
+
+    async def both() -> None:
+        async with serving() as served:
+            await scenario(served, 1)
+            await scenario(served, 0)
+
+    run(both())
+
+
+def test_an_episode_that_is_played_again_asks_while_its_lost_turn_is_sampled(serving: Any) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            texts = []
+            for attempt in (0, 1):
+                session = served.open(
+                    sampling=sampling(max_new_tokens=400), attempt=attempt, stop=()
+                )
+                texts.append(
+                    asyncio.create_task(
+                        served.client(session).chat.completions.create(
+                            model="tiny", messages=QUESTION
+                        )
+                    )
+                )
+                while served.engine.stats().running_rows < attempt + 1:
+                    await asyncio.sleep(0.002)
+            first, second = await asyncio.gather(*texts)
+            # The same noise.
+            assert first.choices[0].message.content == second.choices[0].message.content
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("field", "refused", "neutral"),
+    [
+        ("repetition_penalty", 1.05, 1.0),
+        ("length_penalty", 0.5, 1),
+        ("min_tokens", 4, 0),
+        ("ignore_eos", True, False),
+        ("bad_words", ["x"], []),
+        ("guided_choice", ["yes", "no"], None),
+        ("prompt_logprobs", 1, None),
+        ("add_generation_prompt", False, True),
+    ],
+)
+def test_what_would_have_an_effect_that_isnt_there_is_refused(
+    serving: Any, field: str, refused: Any, neutral: Any
+) -> None:
+    import aiohttp
+
+    async def scenario() -> None:
+        async with serving() as served, aiohttp.ClientSession() as http:
+            url = f"{served.open().base_url}/chat/completions"
+            body = {"messages": QUESTION, "max_tokens": 4}
+            async with http.post(url, json={**body, field: refused}) as answer:
+                assert answer.status == 400
+                assert field in (await answer.json())["error"]["message"]
+            async with http.post(url, json={**body, field: neutral}) as answer:
+                assert answer.status == 200
+
+    run(scenario())
+
+
 def test_a_client_that_leaves_frees_its_place_and_may_ask_again(serving: Any) -> None:
     async def scenario() -> None:
         async with serving() as served:
