@@ -235,6 +235,8 @@ class Outside:
             if outcome.failure is not None:
                 self._tell(part, outcome)
                 _failed(part, result, index, outcome.failure)
+                # Tests also give the verdict that "accuracy" pays.
+                result.samples[index] = dataclasses.replace(sample, verdict=outcome.failure)
             else:
                 passed, total, timed_out = outcome.result
                 self._counts["code_timeouts"] += timed_out

@@ -73,6 +73,12 @@ _TEXT_MINUS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*[-\u2212\u2013]\s*\}")
 _UPRIGHT = re.compile(r"\\(?:mathrm|text|mathbf|textrm)\s*\{\s*([ie])\s*\}|\\mathbf\s([ie])\b")
 _INFINITY = re.compile(r"\\(?:text|mathrm)\s*\{\s*infinity\s*\}|(?<![A-Za-z\\])infinity\b", re.I)
 _PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
+_LETTER = (
+    r"\\(?:pi|theta|alpha|beta|gamma|delta|lambda|mu|omega|phi|varphi|rho|sigma|tau)(?![A-Za-z])"
+)
+_ARGUMENT = rf"(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|{_LETTER}|[0-9A-Za-z])"
+_BARE_ROOT = re.compile(rf"\\sqrt\s*({_LETTER})")
+_BARE_FRACTION = re.compile(rf"\\frac\s*{_ARGUMENT}\s*{_ARGUMENT}")
 _SQRT = re.compile(r"(?<![A-Za-z\\])sqrt\s*(?:\(([^()]*)\)|(?=\{))")
 _STARS = re.compile(r"(?<=[\w)}])\*\*(?=[\w({+-])")
 _ORDINAL = re.compile(
@@ -220,11 +226,22 @@ def plain(text: str) -> str:
         text = _PI.sub(r"\\pi ", text)
     if "sqrt" in text:
         text = _SQRT.sub(lambda m: f"\\sqrt{{{m[1]}}}" if m[1] else "\\sqrt", text)
+        text = _BARE_ROOT.sub(r"\\sqrt{\1}", text)
+    if "\\frac" in text:
+        text = _BARE_FRACTION.sub(_braced, text)
     if "th" in text or "st" in text or "nd" in text or "rd" in text:
         text = _ORDINAL.sub("", text)
     if "]" in text[:1] or "[" in text[-1:]:
         text = _BACKWARDS.sub(_round, text)
     return text.replace("~", " ") if "~" in text else text
+
+
+def _braced(match: re.Match[str]) -> str:
+    """A fraction with an argument that is a command without braces, as "\\frac\\pi2", with braces."""
+    arguments = match.groups()
+    if not any(one.startswith("\\") for one in arguments):
+        return match[0]
+    return "\\frac" + "".join(one if one[0] == "{" else f"{{{one}}}" for one in arguments)
 
 
 def _round(match: re.Match[str]) -> str:

@@ -195,7 +195,7 @@ def compare_collections(answer: Collection, gold: Collection) -> bool | None:
             return _ordered([ours[place] for place in places], theirs)
     elif any(their_names) and len({n for n in their_names if n}) > 1:
         # "x=1, y=2" is compared with "1, 2" in this order.
-        return _ordered(ours, theirs) or None
+        return _ordered(ours, theirs) if len(ours) == len(theirs) else None
     elif any(our_names) and len({n for n in our_names if n}) > 1:
         return _ordered(ours, theirs) or None
     if answer.kind == gold.kind and len(answer.kind) == 2:

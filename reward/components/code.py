@@ -36,16 +36,21 @@ _FENCE = re.compile(
 
 
 def last_block(text: str, languages: tuple[str, ...]) -> str | None:
-    """The last closed code block in one of these languages, or without a language.
+    """The last closed code block in one of these languages; where there is none, the last without a language.
+
+    A program is often followed by what it prints, in a block of its own.
 
     >>> last_block("```python\\nx = 1\\n```\\nso\\n```\\n1\\n```", ("python",))
-    '1\\n'
+    'x = 1\\n'
     """
-    block = None
+    named = unnamed = None
     for match in _FENCE.finditer(text):
-        if match.group("language").lower() in ("", *languages):
-            block = match.group("code")
-    return block
+        language = match.group("language").lower()
+        if language in languages:
+            named = match.group("code")
+        elif not language:
+            unnamed = match.group("code")
+    return unnamed if named is None else named
 
 
 def read_tests(given: Any) -> list[list[str]]:

@@ -40,7 +40,7 @@ Judge how good the following response to a problem is.
 # Your task
 Consider whether the response is right, complete and clear. Give your reasons in a few sentences, then end \
 with one line of the form "Score: N", where N is a whole number from 0 (useless) to 10 (perfect)."""
-PATTERN = r"(?i)score:\**\s*(-?[0-9]+(?:\.[0-9]+)?)"
+PATTERN = r"(?i)score[*_]*\s*:[\s*_]*(-?[0-9]+(?:\.[0-9]+)?)"
 NAMES = ("problem", "response", "gold")
 _PLACES = re.compile(r"\{(" + "|".join(NAMES) + r")\}")
 

@@ -89,7 +89,7 @@ def reader(letters: str, *words: str) -> Callable[[str, str, bool], Extraction]:
                     last = match
         if last is not None:
             hedge = _HEDGE.match(part, last.end(1))
-            if hedge is not None and hedge.group(1) != last.group(1):
+            if hedge is not None and _is_another(hedge.group(1), last.group(1), letters):
                 return Extraction(answer=None, how="hedge")
             return Extraction(answer=last.group(1), how="anchor")
         if truncated:
@@ -103,6 +103,12 @@ def reader(letters: str, *words: str) -> Callable[[str, str, bool], Extraction]:
         return Extraction(answer=letter, how="whole")
 
     return read
+
+
+def _is_another(option: str, chosen: str, letters: str) -> bool:
+    """Whether what stands behind an option is another one, and not what the option says ("B, 4")."""
+    alike = option.isdigit() == chosen.isdigit()
+    return alike and option in letters and option != chosen
 
 
 def _checked(content: str, how: str, letters: str) -> Extraction:

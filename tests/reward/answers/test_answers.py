@@ -288,3 +288,26 @@ def test_every_gold_answer_is_its_own_right_answer_in_any_spelling(
         grade(f"\\left. {gold} \\right.".replace("\\left. ", ""), gold).verdict is Verdict.CORRECT
     )
     assert grade(gold, f"$\\boxed{{{gold}}}$").verdict is Verdict.CORRECT
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("\\frac\\pi2", "\\frac{\\pi}{2}"),
+        ("\\frac{\\pi}{4}", "\\frac\\pi4"),
+        ("0.78539816", "\\frac\\pi4"),
+        ("\\frac1\\pi", "\\frac{1}{\\pi}"),
+        ("\\frac{1}\\pi", "\\frac{1}{\\pi}"),
+        ("\\sqrt\\pi", "\\sqrt{\\pi}"),
+        ("x=\\frac\\pi3", "\\frac{\\pi}{3}"),
+        ("(-\\frac\\pi2,\\frac\\pi2)", "(-\\frac{\\pi}{2},\\frac{\\pi}{2})"),
+    ],
+)
+def test_an_argument_that_is_a_command_needs_no_braces(answer: str, gold: str) -> None:
+    assert (decided(answer, gold) or symbolic.compare(answer, gold)) == "correct"
+
+
+@pytest.mark.parametrize("answer", ["(4,3)", "4,3", "x=4, y=3", "(4, 3)"])
+def test_values_that_the_gold_names_are_not_right_when_they_are_swapped(answer: str) -> None:
+    assert decided(answer, "x=3, y=4") == "wrong"
+    assert decided("(3,4)", "x=3, y=4") == "correct"

@@ -178,6 +178,11 @@ def test_the_last_number_is_one_in_digits() -> None:
         ("choice", "We look at A and at B.\n\n(C)", "C"),
         ("choice", "<answer>B</answer>", "B"),
         ("choice", "The answer is not B", None),
+        # What the option says is no other option.
+        ("choice", "The answer is B, 4.", "B"),
+        ("mmlu", "The answer is (D), 7 apples", "D"),
+        ("arc", "The answer is B, 4.", "B"),
+        ("arc", "The answer is 2, 4.", None),
     ],
 )
 def test_an_option_is_one_letter_and_never_a_pronoun_an_article_or_a_hedge(

@@ -75,6 +75,7 @@ def output(box: sandbox.Box, program: str, memory_mb: int = 512) -> str:
         ("```py\nx = 1\n```\nbetter:\n```python\nx = 2\n```\ndone", "x = 2\n"),
         ("```\nx = 1\n```", "x = 1\n"),
         ("```python\nx = 1\n```\n```text\n1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1\n"),
         ("```python\nx = 1", None),
         ("x = 1", None),
     ],
@@ -518,6 +519,17 @@ def test_the_share_of_passed_tests_is_paid_and_is_the_verdict(coder: Grader) -> 
     half = graded(coder, "```python\ndef f(x): return 4\n```", tests)
     assert (right.verdict, right.reward, right.extracted) == (Verdict.CORRECT, 1.0, SQUARE)
     assert (half.verdict, half.reward) == (Verdict.WRONG, 0.5)
+
+
+def test_a_crash_of_the_sandbox_pays_nothing_where_accuracy_pays_for_the_tests() -> None:
+    parts = (ComponentConfig(name="accuracy"), ComponentConfig(name="code", weight=0.0))
+    # It ends as the box does where it can't be set up.
+    crash = "```python\nimport os\nos.write(1, b'box: ')\nos._exit(126)\n```"
+    with Grader(RewardConfig(components=parts, graders=1)) as grader:
+        passed = graded(grader, f"```python\n{SQUARE}```", ["assert f(2) == 4"])
+        crashed = graded(grader, crash, ["assert f(2) == 4"])
+    assert (passed.verdict, passed.reward) == (Verdict.CORRECT, 1.0)
+    assert (crashed.verdict, crashed.reward) == (Verdict.CRASHED, None)
 
 
 def test_a_text_without_a_program_is_unparsable(coder: Grader) -> None:

@@ -19,6 +19,7 @@ from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.errors import ConfigError
 from tandem.common.records import PROMPT_MESSAGES, FinishReason, Verdict
 from tandem.launch.host.servers import check_servers
+from tandem.reward.components import judge as judge_component
 from tandem.reward.grading import Grade, GradeItem, Grader
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
@@ -110,6 +111,21 @@ def test_a_score_can_come_from_a_json_field_or_a_pattern(server: JudgeProcess) -
     assert values(graded(config(by_field), *items("do:json"))) == [0.75]
     by_pattern = judge(server.url, pattern=r"Score:\*\* ([0-9]+)", high=20)
     assert values(graded(config(by_pattern), *items("pattern do:score_5"))) == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("Score: 8", "8"),
+        ("**Score: 8**", "8"),
+        ("Score: **8**", "8"),
+        ("**Score**: 8", "8"),
+        ("score : -0.5", "-0.5"),
+        ("The score: 3 for clarity is low.\nScore: **9**", "9"),
+    ],
+)
+def test_the_score_is_found_however_it_is_dressed(said: str, score: str) -> None:
+    assert re.findall(judge_component.PATTERN, said)[-1] == score
 
 
 def test_equal_questions_are_asked_once(server: JudgeProcess) -> None:
