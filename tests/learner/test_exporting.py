@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tandem.common.config import to_yaml
 from tandem.common.errors import DataError
 from tandem.common.records import Version
 from tandem.common.run_folder import RunFolder
+from tandem.launch.evaluation.plan import find_model
 from tandem.learner.adapters import identity
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.engine.model_folder import adapter_folder, write_folder
@@ -261,6 +264,25 @@ def test_a_checkpoint_that_goes_before_it_is_read_is_none(
     assert export(run.folder, run.config).step == 4
     # Nor is it taken for a damaged one.
     assert not [line for line in caplog.messages if "left out" in line]
+
+
+def test_each_run_of_a_name_has_its_own_export(kept: Make, tmp_path: Path) -> None:
+    run, exports = kept(), tmp_path / "exports"
+    digests = []
+    # Another folder of this name, and then another run in the place of the second one.
+    for number, name in enumerate(("a", "b", "b")):
+        run.folder = RunFolder(tmp_path / name / "run")
+        shutil.rmtree(run.folder.path, ignore_errors=True)
+        run.checkpoints = Checkpoints(run.folder.checkpoints)
+        run.save(1)
+        run.folder.write_config(to_yaml(run.config))
+        run.folder.write_run({"run_id": f"run-{number}"})
+        found = find_model(f"{run.folder.path}@1", exports)
+        assert found.name == f"{run.folder.path}@1"
+        # It isn't made twice.
+        assert find_model(f"{run.folder.path}@newest", exports) == found
+        digests.append(found.digest)
+    assert len(set(digests)) == len(list(exports.iterdir())) == 3
 
 
 # -- by a metric ----------------------------------------------------------------------------------
