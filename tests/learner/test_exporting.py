@@ -344,3 +344,42 @@ def test_the_runs_own_best_model_is_the_answer_to_its_own_metric(
     assert content(adapter_folder(copied.place)) == content(adapter_folder(run.folder.best))
     # The smallest is another question.
     assert export(run.folder, run.config, best="held/accuracy:min").step == 3
+
+
+def test_a_model_that_was_best_by_another_figure_gives_way(kept: Make) -> None:
+    run = kept()
+    run.save(1, export=True)
+    record = {"step": 1, "eval/held/length": 40.0, "eval/held/accuracy": 0.5}
+    run.folder.metrics.write_text(json.dumps({"step": 0}) + "\n", encoding="utf-8")
+    places: list[Path] = []
+
+    def export_to(place: Path) -> None:
+        place.mkdir(exist_ok=True)
+        places.append(place)
+
+    def kept_by(metric: str) -> list[Path]:
+        """The folders that a learner with this setting exports to."""
+        places.clear()
+        best = Best(run.folder, metric, export_to)
+        best.begin(1)
+        best.saw(record)
+        return places
+
+    assert kept_by("-held/length") == [run.folder.best]
+    assert kept_by("-held/length") == []
+    run.config = run.config.model_copy(
+        update={"evaluate": run.config.evaluate.model_copy(update={"best": "held/accuracy"})}
+    )
+    run.measured({1: 0.5})
+    # Nothing was measured with the new setting: best/ is no answer to it.
+    assert export(run.folder, run.config, best="held/accuracy").place != run.folder.best
+    run.measured({0: 0.0})
+    assert kept_by("held/accuracy") == [run.folder.best]
+    assert kept_by("held/accuracy") == []
+    # The greatest is another figure than the smallest.
+    assert kept_by("held/length") == [run.folder.best]
+    assert kept_by("-held/length") == [run.folder.best]
+    # An earlier version wrote no direction.
+    score = run.folder.best / "best.json"
+    score.write_text(json.dumps({"step": 1, "metric": "held/length", "value": 40.0}))
+    assert kept_by("-held/length") == []
