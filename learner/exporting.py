@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -35,7 +36,7 @@ from .engine.model_folder import (
     write_folder,
     write_model,
 )
-from .loop.best import best_of
+from .loop.best import best_of, is_by
 from .resume.checkpoints import Checkpoint, Checkpoints
 from .resume.former import is_former
 from .resume.state_files import POLICY, StateFiles
@@ -105,7 +106,7 @@ class Metric:
         sign = 1 if self.smallest else -1
         return min(sorted(values), key=lambda step: sign * values[step])
 
-    def is_of(self, wanted: str | None) -> bool:
+    def is_of(self, wanted: str) -> bool:
         """Whether it is the figure of ``evaluate.best``."""
         return wanted == ("-" if self.smallest else "") + self.name
 
@@ -141,8 +142,12 @@ def export(
     if best is not None:
         metric = Metric.read(best)
         values = metric.values(folder)
-        if metric.is_of(config.evaluate.best) and best_of(folder.best) is not None:
-            return _best_model(folder, metric, values, out)
+        wanted = config.evaluate.best
+        if wanted is not None and metric.is_of(wanted):
+            found = best_of(folder.best)
+            # By another figure if the setting was changed, and nothing has been evaluated since.
+            if found is not None and is_by(found, wanted):
+                return _best_model(folder, found, metric, values, out)
         step, note = _best_step(checkpoints, metric, values)
     with checkpoints.hold(step) as checkpoint:
         if checkpoint is None:
@@ -252,11 +257,13 @@ def _best_step(
 
 
 def _best_model(
-    folder: RunFolder, metric: Metric, values: Mapping[int, float], out: Path | None
+    folder: RunFolder,
+    found: Mapping[str, Any],
+    metric: Metric,
+    values: Mapping[int, float],
+    out: Path | None,
 ) -> Exported:
     """The run's own best model, copied if a folder is named."""
-    found = best_of(folder.best)
-    assert found is not None
     step = int(found["step"])
     note = f"{metric.name} is {found['value']:.6g} there.{_better(metric, values, step)}"
     if out is None:

@@ -22,6 +22,8 @@ class StandinHub:
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], dict[str, bytes]] = {}
+        self.revisions: dict[tuple[str, str, str], dict[str, bytes]] = {}
+        """Files of a repository at a revision that has others than its newest one."""
         self.stall_after: int | None = None
         """Number of bytes of a file after which nothing more is sent, once."""
         self.cut_after: int | None = None
@@ -54,13 +56,21 @@ class StandinHub:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def add(self, kind: str, repo: str, folder: Path) -> None:
-        """Serves a folder's files; ``kind`` is ``model`` or ``dataset``."""
-        self.repos[kind, repo] = {
+    def add(self, kind: str, repo: str, folder: Path, revision: str | None = None) -> None:
+        """Serves a folder's files; ``kind`` is ``model`` or ``dataset``.
+
+        Args:
+            revision: an older commit of a repository that is there; None = the newest.
+        """
+        files = {
             str(file.relative_to(folder)): file.read_bytes()
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         }
+        if revision is None:
+            self.repos[kind, repo] = files
+        else:
+            self.revisions[kind, repo, revision] = files
 
     def close(self) -> None:
         self._server.shutdown()
@@ -77,10 +87,14 @@ class StandinHub:
                 if rest == "" or rest.startswith("revision/"):
                     if rest.endswith("parquet"):
                         break
+                    asked = rest.removeprefix("revision/")
+                    if (older := self.revisions.get((kind, repo, asked))) is not None:
+                        return self._send_json(request, {**self._about(repo, older), "sha": asked})
                     return self._send_json(request, self._about(repo, files))
             prefix = f"{repo}/resolve/" if kind == "model" else f"datasets/{repo}/resolve/"
             if path.startswith(prefix):
-                name = path.removeprefix(prefix).partition("/")[2]
+                revision, _, name = path.removeprefix(prefix).partition("/")
+                files = self.revisions.get((kind, repo, revision), files)
                 if name in files:
                     return self._send_file(request, name, files[name])
         request.send_response(404)

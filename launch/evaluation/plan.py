@@ -194,7 +194,8 @@ def _exported(folder: RunFolder, step: int | None, exports: Path) -> tuple[Path,
             if checkpoint is None:
                 raise DataError(f"{folder.path} has no checkpoint yet: name {folder.path}@{LIVE}")
             step = checkpoint.version.step
-    out = exports / f"{folder.path.name}@{step}"
+    # Other runs' folders may have this name, and this one's earlier run had.
+    out = exports / f"{folder.path.name}@{step}-{folder.read_run()['run_id']}"
     if not out.exists():
         exports.mkdir(parents=True, exist_ok=True)
         export(folder, build(read_yaml(folder.config), stored=True), out, step=step)

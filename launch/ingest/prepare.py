@@ -50,21 +50,25 @@ class Prepared:
 
 
 @contextmanager
-def data_files(config: Config, folder: RunFolder) -> Iterator[Callable[[str], Path]]:
-    """Resolves the config's data paths; the miniature's files are made in a temporary folder.
+def data_files(
+    config: Config, folder: RunFolder
+) -> Iterator[Callable[[SourceConfig | EvalSetConfig], Path]]:
+    """Finds the files of the config's sources and sets; the miniature's files are made in a temporary folder.
 
     These files are the same whenever they are made, so that they can be read before the run's folder
     exists, and written there later (:func:`write_miniature`).
     """
     if config.data.miniature is None:
-        yield lambda path: hub.local(path, folder.resolve(path))
+        yield lambda source: hub.local(
+            source.path, folder.resolve(source.path), getattr(source, "revision", None)
+        )
         return
     with tempfile.TemporaryDirectory(prefix="tandem-data-") as temporary:
         made = Path(temporary)
         _write_miniature(config, made)
 
-        def resolve(path: str) -> Path:
-            wanted = folder.resolve(path)
+        def resolve(source: SourceConfig | EvalSetConfig) -> Path:
+            wanted = folder.resolve(source.path)
             if wanted.parent == folder.data and (made / wanted.name).exists():
                 return made / wanted.name
             return wanted
@@ -126,10 +130,9 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
     if model is not None:
         files += [model / name for name in (*TOKENIZER_FILES, "tokenizer_config.json")]
     with data_files(config, folder) as resolve:
-        paths = [source.path for source in config.data.train]
-        paths += [held_out.path for held_out in config.data.evaluate]
-        for path in paths:
-            files += files_of(resolve(path))
+        sources: list[SourceConfig | EvalSetConfig] = [*config.data.train, *config.data.evaluate]
+        for source in sources:
+            files += files_of(resolve(source))
         for file in files:
             if file.exists():
                 digest.update(f"{file.name}\n".encode())
@@ -183,7 +186,7 @@ def prepare(
         ]
         for source in all_sources:
             # Finds most mistakes before the tokenizer is loaded, which takes seconds.
-            _check_source(source, resolve(source.path))
+            _check_source(source, resolve(source))
         tokenizer = load_tokenizer(config.model.path)
         # The traces are the expert's: a prefix that is forced on own samples isn't forced on them.
         grader = Grader(config.reward.model_copy(update={"own_reward": None}))
@@ -196,7 +199,7 @@ def prepare(
             for source in all_sources:
                 name = source.short_name
                 if isinstance(source, SourceConfig):
-                    made, with_traces, counts[name] = reader.read(source, resolve(source.path))
+                    made, with_traces, counts[name] = reader.read(source, resolve(source))
                     problems += made
                     traces += with_traces
                     continue
@@ -207,7 +210,7 @@ def prepare(
                     else nullcontext(grader) as by
                 ):
                     of_it = SourceReader(own, tokenizer, by, doing) if own is not config else reader
-                    made, _, counts[name] = of_it.read(source, resolve(source.path))
+                    made, _, counts[name] = of_it.read(source, resolve(source))
                 evaluate[name] = tuple(made)
         finally:
             grader.close()

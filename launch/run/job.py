@@ -17,6 +17,7 @@ from ..host.folder_lock import FolderLock
 from ..host.preflight import check_disk, check_host
 from ..ingest.process import Found, IngestProcess
 from ..plan.hardware import Machine, machine
+from ..plan.placement import place
 from ..plan.planning import problems_on_paper
 from ..wording import shown, shown_tandem
 from . import offline_evaluation, summary
@@ -263,7 +264,12 @@ class Job:
         disk.await_room(self._folder.path)
         if self._config.learner.source == "offline":
             findings.evaluations += offline_evaluation.evaluate(
-                self._config, self._folder, last_step, findings.evaluations, self._say
+                self._config,
+                self._folder,
+                place(self._config, self._machine),
+                last_step,
+                findings.evaluations,
+                self._say,
             )
         made = summary.make(
             folder=self._folder,

@@ -1,10 +1,13 @@
-"""Accuracy before and after an offline run, by ``tandem evaluate`` in processes of their own."""
+"""Accuracy before and after an offline run, by ``tandem evaluate`` in a process of its own, one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from ...common.errors import DataError, TandemError
 from ...common.plain import read_object
@@ -15,18 +18,25 @@ from .processes.supervision import Outcome, Supervisor
 
 if TYPE_CHECKING:
     from ...common.config import Config
+    from ..plan.placement import Placement
 
 
 def evaluate(
     config: Config,
     folder: RunFolder,
+    placement: Placement,
     last_step: int,
     known: Sequence[dict[str, Any]],
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Computes the results that the config asks for and that aren't known yet.
 
+    What an earlier command has computed with these settings, before it was stopped, stays.
+
     Args:
+        config: the run's config.
+        folder: its folder.
+        placement: where the learner was, whose GPUs are free now.
         last_step: the step of the run's final model.
         known: results of a worker that evaluated during the run.
         say: prints a line for the user.
@@ -47,15 +57,11 @@ def evaluate(
     if not wanted:
         return []
     say(f"evaluating on {name}")
-    outputs = {folder.logs / f"evaluate-{when}.json": step for when, _, step in wanted}
-    with Supervisor(
-        max_failures=1,
-        backoff_seconds=config.launch.backoff_seconds,
-        drain_seconds=5.0,
-        say=say,
-    ) as supervisor:
-        for (when, model, _), out in zip(wanted, outputs, strict=True):
-            out.unlink(missing_ok=True)
+    results = []
+    # One after the other: an engine takes the memory of its GPUs for itself.
+    for when, model, step in wanted:
+        out = folder.logs / f"evaluate-{when}-{_digest(config, step)}.json"
+        if not out.exists():
             spec = ProcessSpec(
                 name=f"evaluate-{when}",
                 arguments=(
@@ -64,19 +70,48 @@ def evaluate(
                 ),
                 log=folder.logs / f"evaluate-{when}.log",
                 threads=config.rollout.threads,
+                environment=environment(placement),
             )
-            supervisor.start(Part(name=spec.name, stage=Stage.ROLLOUT, specs=partial(list, [spec])))
-        outcome = supervisor.run_until(lambda: all(out.exists() for out in outputs))
+            _run(config, folder, spec, out, say)
+        results.append(
+            {
+                **read_object(out.read_bytes(), str(out), DataError, f"remove {out}"),
+                "step": step,
+                "set_name": name,
+                "member": "tandem evaluate",
+            }
+        )
+    return results
+
+
+def _digest(config: Config, step: int) -> str:
+    """Tells a result from those of other settings, and of other steps of the run."""
+    sections = {"model", "data", "rollout", "evaluate", "reward", "environments"}
+    told = config.model_dump_json(include=sections)
+    return xxhash.xxh3_64_hexdigest(f"{step} {config.run.seed} {told}".encode())[:8]
+
+
+def environment(placement: Placement) -> Mapping[str, str]:
+    """Variables by which an evaluation sees the GPUs of the learner's ranks, and no other one."""
+    gpus = [gpu for rank in placement.learner for gpu in rank]
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+    }
+
+
+def _run(
+    config: Config, folder: RunFolder, spec: ProcessSpec, out: Path, say: Callable[[str], None]
+) -> None:
+    with Supervisor(
+        max_failures=1,
+        backoff_seconds=config.launch.backoff_seconds,
+        drain_seconds=5.0,
+        say=say,
+    ) as supervisor:
+        supervisor.start(Part(name=spec.name, stage=Stage.ROLLOUT, specs=partial(list, [spec])))
+        outcome = supervisor.run_until(out.exists)
     if outcome is not Outcome.FINISHED:
         raise TandemError(
             f"stopped while evaluating; `tandem evaluate --run {shown(folder.path)}` makes up for it"
         )
-    return [
-        {
-            **read_object(out.read_bytes(), str(out), DataError),
-            "step": step,
-            "set_name": name,
-            "member": "tandem evaluate",
-        }
-        for out, step in outputs.items()
-    ]

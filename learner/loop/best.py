@@ -36,19 +36,20 @@ class Best:
     def __init__(self, folder: RunFolder, metric: str, export: Callable[[Path], None]) -> None:
         self._folder = folder.best
         self._metrics = folder.metrics
+        self._metric = metric
         self._name = metric.removeprefix("-")
         self._sign = -1.0 if metric.startswith("-") else 1.0
         self._export = export
         self._score = -math.inf
 
     def begin(self, step: int) -> None:
-        """Goes on from what was kept before.
+        """Goes on from what was kept before by the same figure; a model that was best by another one gives way.
 
         A learner that was killed between an evaluation's record and the export makes up for it, if the
         checkpoint that it goes on from is of the step that was measured.
         """
         found = best_of(self._folder)
-        if found is not None:
+        if found is not None and is_by(found, self._metric):
             self._score = self._sign * float(found["value"])
         for record in read_parts(self._metrics, log.warning):
             if record.get("step") == step:
@@ -61,13 +62,18 @@ class Best:
             return
         self._score = self._sign * value
         self._export(self._folder)
-        content = {"step": record["step"], "metric": self._name, "value": value}
+        content = {
+            "step": record["step"],
+            "metric": self._name,
+            "smallest": self._sign < 0,
+            "value": value,
+        }
         write_atomic(self._folder / SCORE, json.dumps(content) + "\n")
         log.info(f"best {self._name} so far: {value:.4g}; its model is in {self._folder}")
 
 
 def best_of(folder: Path) -> dict[str, Any] | None:
-    """``step``, ``metric`` and ``value`` of the best model; None if none is kept."""
+    """``step``, ``metric``, ``smallest`` and ``value`` of the best model; None if none is kept."""
     path = folder / SCORE
     try:
         found = read_object(path.read_bytes(), str(path), DataError)
@@ -76,3 +82,13 @@ def best_of(folder: Path) -> dict[str, Any] | None:
     if not isinstance(found.get("value"), int | float):
         raise DataError(f"{path} has no value: restore it, or remove {folder}")
     return found
+
+
+def is_by(found: Mapping[str, Any], metric: str) -> bool:
+    """Whether a best model, see :func:`best_of`, was chosen by this figure (as in ``evaluate.best``)."""
+    smallest = metric.startswith("-")
+    # Earlier versions didn't write which end is the best one.
+    return (found.get("metric"), found.get("smallest", smallest)) == (
+        metric.removeprefix("-"),
+        smallest,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tandem.common.config import to_yaml
 from tandem.common.errors import DataError
 from tandem.common.records import Version
 from tandem.common.run_folder import RunFolder
+from tandem.launch.evaluation.plan import find_model
 from tandem.learner.adapters import identity
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.engine.model_folder import adapter_folder, write_folder
@@ -263,6 +266,25 @@ def test_a_checkpoint_that_goes_before_it_is_read_is_none(
     assert not [line for line in caplog.messages if "left out" in line]
 
 
+def test_each_run_of_a_name_has_its_own_export(kept: Make, tmp_path: Path) -> None:
+    run, exports = kept(), tmp_path / "exports"
+    digests = []
+    # Another folder of this name, and then another run in the place of the second one.
+    for number, name in enumerate(("a", "b", "b")):
+        run.folder = RunFolder(tmp_path / name / "run")
+        shutil.rmtree(run.folder.path, ignore_errors=True)
+        run.checkpoints = Checkpoints(run.folder.checkpoints)
+        run.save(1)
+        run.folder.write_config(to_yaml(run.config))
+        run.folder.write_run({"run_id": f"run-{number}"})
+        found = find_model(f"{run.folder.path}@1", exports)
+        assert found.name == f"{run.folder.path}@1"
+        # It isn't made twice.
+        assert find_model(f"{run.folder.path}@newest", exports) == found
+        digests.append(found.digest)
+    assert len(set(digests)) == len(list(exports.iterdir())) == 3
+
+
 # -- by a metric ----------------------------------------------------------------------------------
 
 
@@ -322,3 +344,42 @@ def test_the_runs_own_best_model_is_the_answer_to_its_own_metric(
     assert content(adapter_folder(copied.place)) == content(adapter_folder(run.folder.best))
     # The smallest is another question.
     assert export(run.folder, run.config, best="held/accuracy:min").step == 3
+
+
+def test_a_model_that_was_best_by_another_figure_gives_way(kept: Make) -> None:
+    run = kept()
+    run.save(1, export=True)
+    record = {"step": 1, "eval/held/length": 40.0, "eval/held/accuracy": 0.5}
+    run.folder.metrics.write_text(json.dumps({"step": 0}) + "\n", encoding="utf-8")
+    places: list[Path] = []
+
+    def export_to(place: Path) -> None:
+        place.mkdir(exist_ok=True)
+        places.append(place)
+
+    def kept_by(metric: str) -> list[Path]:
+        """The folders that a learner with this setting exports to."""
+        places.clear()
+        best = Best(run.folder, metric, export_to)
+        best.begin(1)
+        best.saw(record)
+        return places
+
+    assert kept_by("-held/length") == [run.folder.best]
+    assert kept_by("-held/length") == []
+    run.config = run.config.model_copy(
+        update={"evaluate": run.config.evaluate.model_copy(update={"best": "held/accuracy"})}
+    )
+    run.measured({1: 0.5})
+    # Nothing was measured with the new setting: best/ is no answer to it.
+    assert export(run.folder, run.config, best="held/accuracy").place != run.folder.best
+    run.measured({0: 0.0})
+    assert kept_by("held/accuracy") == [run.folder.best]
+    assert kept_by("held/accuracy") == []
+    # The greatest is another figure than the smallest.
+    assert kept_by("held/length") == [run.folder.best]
+    assert kept_by("-held/length") == [run.folder.best]
+    # An earlier version wrote no direction.
+    score = run.folder.best / "best.json"
+    score.write_text(json.dumps({"step": 1, "metric": "held/length", "value": 40.0}))
+    assert kept_by("-held/length") == []

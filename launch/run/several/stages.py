@@ -195,7 +195,8 @@ def _run_stages(
     words = [*known, *overrides]
     stages = placed(preset, words)
     openings = _open(stages, overrides, known)
-    if all(opening.kind is Kind.FINISHED for opening in openings):
+    # A command that ended after the last stage hasn't summed them up.
+    if top.summary.exists() and all(opening.kind is Kind.FINISHED for opening in openings):
         terminal.say(
             f"{shown(top.path)} is finished. Start over with --fresh (the folder is moved aside)"
         )

@@ -230,3 +230,50 @@ def test_which_files_hold_a_split() -> None:
     assert chosen("o/s/main:test", *files) == ["main/test.parquet"]
     assert chosen("o/s", *files, "README.md", "dataset_infos.json") == list(files)
     assert chosen("o/s:train", "training.jsonl", "restrain.jsonl") == []
+
+
+PREPARED = """
+import json, sys
+from tandem.common.config import build
+from tandem.common.run_folder import RunFolder
+from tandem.launch.ingest.prepare import inputs_digest, prepare
+tree = {"run": {"steps": 1}, "model": {"path": "miniature"}, "expert": {"per_group": 0}}
+tree["rollout"] = {"max_new_tokens": 32}
+tree["data"] = {"max_prompt_tokens": 200} | {"train": [{"path": sys.argv[1]}], "evaluate": json.loads(sys.argv[2])}
+config = build(tree, stored=True)
+print(inputs_digest(config, RunFolder("run")))
+made = prepare(config, RunFolder("run"))
+print(json.dumps({name: [one.prompt_text for one in problems] for name, problems in made.evaluate.items()}))
+"""
+
+
+def test_a_run_reads_the_revision_of_a_set_that_it_names(
+    standin: StandinHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(8)]
+    write_lines(tmp_path / "train.jsonl", rows)
+    for name, some in (("old", rows[:3]), ("new", rows[3:])):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "test.jsonl", some)
+    commit = "a" * 40
+    standin.add("dataset", "org/set", tmp_path / "new")
+    standin.add("dataset", "org/set", tmp_path / "old", commit)
+    sets = [{"path": "org/set:test", "name": "pinned", "revision": commit}]
+    sets.append({"path": "org/set:test", "name": "newest"})
+    command = [sys.executable, "-c", PREPARED, str(tmp_path / "train.jsonl"), json.dumps(sets)]
+
+    def prepared() -> tuple[str, dict[str, list[str]]]:
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0, done.stderr
+        digest, found = done.stdout.splitlines()
+        return digest, json.loads(found)
+
+    digest, found = prepared()
+    assert {name: len(prompts) for name, prompts in found.items()} == {"pinned": 3, "newest": 5}
+    assert all(f"{n} + {n}" in prompt for n, prompt in enumerate(found["pinned"]))
+    # What the digest is of are the pinned rows too.
+    (pinned,) = (tmp_path / "hf" / "tandem").glob(f"*{commit}/test.jsonl")
+    pinned.write_text(pinned.read_text().replace("1 + 1", "1 + 2"))
+    assert prepared()[0] != digest

@@ -184,3 +184,24 @@ def test_commands_about_a_run_take_the_stage_that_was_begun_last() -> None:
     (top / "stages.json").write_text(json.dumps({"preset": "mine", "stages": 3}))
     with pytest.raises(DataError, match="doesn't name its stages"):
         newest_stage(top)
+
+
+@pytest.mark.timeout(300)
+def test_a_command_that_ended_before_the_sum_up_makes_up_for_it() -> None:
+    path = written("""
+base: miniature-sft
+evaluate: {at_start: false, at_end: false, every: 0}
+run: {steps: 1}
+stages:
+  - {name: one}
+  - {name: two, model: {path: "{one}/model"}}
+""")
+    assert run_words([path], fresh=False, offline=False, plain=True) == 0
+    summary, report = Path("runs/mine/summary.json"), Path("runs/mine/report.png")
+    made = summary.read_text()
+    assert [stage["name"] for stage in json.loads(made)["stages"]] == ["one", "two"]
+    summary.unlink()
+    report.unlink()
+    assert run_words([path], fresh=False, offline=False, plain=True) == 0
+    assert summary.read_text() == made
+    assert report.exists()

@@ -1,0 +1,49 @@
+"""Accuracy before and after an offline run: one after the other, each once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tandem.common.config import to_yaml
+from tandem.common.errors import TandemError
+from tandem.common.models import resolve
+from tandem.common.run_folder import RunFolder
+from tandem.launch.ingest.prepare import write_miniature
+from tandem.launch.plan.placement import Placement
+from tandem.launch.run.offline_evaluation import environment, evaluate
+from tandem.launch.run.opened.presets import load
+
+ON_CPU = Placement(learner=((),), rollout=())
+
+
+def test_what_was_computed_before_a_failure_stays(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    words = ["data.evaluate.0.limit=4", "rollout.max_new_tokens=8", f"run.dir={folder.path}"]
+    config = load("miniature-sft").resolve([*words, "launch.backoff_seconds=0.1"])
+    folder.write_config(to_yaml(config))
+    folder.write_run({"run_id": "some"})
+    write_miniature(config, folder)
+    # There is no model yet, so that the second evaluation fails, and not before the first has ended.
+    with pytest.raises(TandemError):
+        evaluate(config, folder, ON_CPU, 3, [], print)
+    (before,) = folder.logs.glob("evaluate-before*.json")
+    made = before.stat()
+    shutil.copytree(resolve("miniature"), folder.model)
+    found = evaluate(config, folder, ON_CPU, 3, [], print)
+    assert [(one["step"], one["problems"]) for one in found] == [(0, 4), (3, 4)]
+    again = before.stat()
+    assert (again.st_ino, again.st_mtime_ns) == (made.st_ino, made.st_mtime_ns)
+    # Another step's model is another one.
+    assert [one["step"] for one in evaluate(config, folder, ON_CPU, 4, [found[0]], print)] == [4]
+    assert len(list(folder.logs.glob("evaluate-after*.json"))) == 2
+
+
+def test_an_evaluation_sees_the_learners_gpus() -> None:
+    placed = Placement(learner=((2,), (3,)), rollout=((4,),))
+    assert environment(placed)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    # With launch.gpus=none the host's GPUs are others'.
+    assert environment(ON_CPU)["CUDA_VISIBLE_DEVICES"] == ""
