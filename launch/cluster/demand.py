@@ -62,7 +62,9 @@ class Job:
     preset: str
     """The preset as the command line takes it."""
     overrides: tuple[str, ...]
+    """Settings as they may be shown: without a password."""
     config: Config
+    """It still has the password of ``replay.redis_url``."""
     demands: Demands
     notes: tuple[str, ...] = field(default=())
     """What the user should know, a sentence each."""
@@ -85,6 +87,7 @@ def job_of(words: Iterable[str], name: str | None = None) -> Job:
         ConfigError: the preset or an override is wrong, or it has stages or trains offline.
     """
     from ..run.opened.presets import load, split
+    from ..run.opened.record import apart
 
     preset_name, overrides = split(list(words), "miniature")
     preset = load(preset_name)
@@ -109,7 +112,7 @@ def job_of(words: Iterable[str], name: str | None = None) -> Job:
     return Job(
         name=f"tandem-{label(name or preset.name)}",
         preset=str(Path(preset_name).absolute()) if is_file else preset_name,
-        overrides=tuple(overrides),
+        overrides=tuple(apart(word)[0] for word in overrides),
         config=config,
         demands=demands,
         notes=tuple(notes),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...common.config.launch import LaunchConfig
 from ...common.errors import ConfigError
+from ..host.redis_server import PASSWORD_VARIABLE, password_in
 from .demand import Demand, Job
 from .rendering import Values, render
 
@@ -138,6 +139,12 @@ def commands(site: Site, names: list[str]) -> list[str]:
 
 
 def _check(job: Job, site: Site) -> None:
+    if password_in(job.config.replay.redis_url or ""):
+        raise ConfigError(
+            f"replay.redis_url holds a password, which everybody could read in Slurm's scripts: leave it out there, "
+            f"export {PASSWORD_VARIABLE} in the shell that runs sbatch, and name it in head.sbatch "
+            f"(--export={PASSWORD_VARIABLE})"
+        )
     if not _TIME.fullmatch(site.time):
         raise ConfigError(
             f"--time {site.time}: write it as Slurm does, e.g. 12:00:00 or 2-00:00:00"

@@ -104,7 +104,9 @@ def _made(
     arguments: argparse.Namespace, job: Job, out: Path | None
 ) -> tuple[dict[str, str], list[str]]:
     """The files, and what is typed next."""
-    command = shlex.join(["tandem", "cluster", *sys.argv[2:]])
+    from ..run.opened.record import apart
+
+    command = shlex.join(["tandem", "cluster", *(apart(word)[0] for word in sys.argv[2:])])
     templates = Path(arguments.templates) if arguments.templates else None
     if templates is not None and not templates.is_dir():
         raise DataError(f"--templates {templates} is no folder")

@@ -36,6 +36,11 @@ OLDEST = (6, 2)
 """Oldest version that has all commands of the scripts."""
 PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
 """Environment variable with the password of a server given by ``replay.redis_url``."""
+PASSWORD_NOTE = (
+    f"note: a password in replay.redis_url stands in a file, or on a command line where everybody on this host can "
+    f"read it: put it into {PASSWORD_VARIABLE}"
+)
+_PASSWORD = re.compile(r"(//[^:/@]*):(.+)@")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,9 +302,10 @@ def parse_url(url: str, run_id: str, kept: JoinInfo | None) -> tuple[JoinInfo, s
     return join, f"{parts.scheme}://{user}{host}:{port}/{db}"
 
 
-def has_password(url: str) -> bool:
-    """Whether a Redis URL that can be read holds a password."""
-    return bool(urlsplit(url).password)
+def password_in(url: str) -> str | None:
+    """The password that a URL holds, as it is written there; None if it holds none. The URL need not be a good one."""
+    found = _PASSWORD.search(url)
+    return None if found is None else found[2]
 
 
 def without_password(url: str | None) -> str | None:
@@ -307,7 +313,8 @@ def without_password(url: str | None) -> str | None:
     try:
         return None if url is None else parse_url(url, "", None)[1]
     except ConfigError:
-        return url
+        # It is shown when it is refused.
+        return _PASSWORD.sub(r"\1@", url or "")
 
 
 def client(join: JoinInfo, timeout: float = 5.0) -> redis.Redis:

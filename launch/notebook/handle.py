@@ -15,7 +15,9 @@ from typing import IO, TYPE_CHECKING, Any
 from ...common.errors import DataError, DeadlineError, TandemError
 from ...common.parts import read_parts
 from ...common.run_folder import RunFolder, newest_stage
+from ..host.redis_server import PASSWORD_VARIABLE
 from ..run.ending import LOOK_SECONDS, ask_to_end, supervising
+from ..run.opened.record import apart
 from . import tables
 
 if TYPE_CHECKING:
@@ -58,11 +60,23 @@ def start(
     # Without a name, so that nothing is left behind.
     output = tempfile.TemporaryFile()  # noqa: SIM115
     command = [sys.executable, "-P", "-m", "tandem.launch.cli", "offline" if offline else "start"]
+    parted = [apart(word) for word in words]
+    environment = dict(os.environ)
+    for _, password in parted:
+        if password is not None:
+            environment[PASSWORD_VARIABLE] = password
     process = subprocess.Popen(
-        [*command, preset, *words, *(["--fresh"] if fresh else []), "--plain"],
+        [
+            *command,
+            preset,
+            *(word for word, _ in parted),
+            *(["--fresh"] if fresh else []),
+            "--plain",
+        ],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
+        env=environment,
         start_new_session=True,
     )
     run = Run(folder.path, process=process, output=output)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from ....common import disk
+from ....common.errors import ConfigError
 from ....common.run_folder import wall_seconds
-from ...host.redis_server import without_password
+from ...host.redis_server import password_in, without_password
 from ...trackers.wandb_run import place_of, wandb_id_of
 
 if TYPE_CHECKING:
@@ -101,23 +103,45 @@ class RunRecord:
 def as_kept(word: str) -> str:
     """An override as it is kept for the next start: without the password in ``replay.redis_url``, and with the content
     of the file that ``learner.deepspeed`` names, which may be gone by then."""
-    from ....common.config import parse_override
     from ....common.config.checks.deepspeed import content_of
 
+    try:
+        return _changed(apart(word)[0], "learner", "deepspeed", content_of)
+    except ValueError:
+        # A file that is gone; a later override has taken its place, or the config would have been refused.
+        return word
+
+
+def apart(word: str) -> tuple[str, str | None]:
+    """A word of a command line as it may be shown, stored and handed to a process, and the password that it held.
+
+    Only ``replay.redis_url`` holds one, alone or within ``replay``. A word without one stays as it is.
+    """
+    found: list[str] = []
+
+    def shown(url: str) -> str:
+        if (password := password_in(url)) is None:
+            return url
+        found.append(unquote(password))
+        return without_password(url) or ""
+
+    try:
+        changed = _changed(word, "replay", "redis_url", shown)
+    except ConfigError:
+        return word, None  # It is no setting.
+    return (changed, found[0]) if found else (word, None)
+
+
+def _changed(word: str, section: str, name: str, change: Callable[[str], Any]) -> str:
+    """An override with another value of one setting, which it gives by itself or within its section."""
+    from ....common.config import parse_override
+
     key, value = parse_override(word)
-    for section, name, changed in (
-        ("replay", "redis_url", without_password),
-        ("learner", "deepspeed", content_of),
-    ):
-        whole = f".{key}"  # The key may begin with a stage's name.
-        try:
-            if whole.endswith(f".{section}.{name}") and isinstance(value, str):
-                return f"{key}={json.dumps(changed(value))}"
-            if whole.endswith(f".{section}") and isinstance(value, dict):
-                given = value.get(name)
-                if isinstance(given, str):
-                    return f"{key}={json.dumps(value | {name: changed(given)})}"
-        except ValueError:
-            # A file that is gone; a later override has taken its place, or the config would have been refused.
-            return word
+    whole = f".{key}"  # The key may begin with a stage's name.
+    if whole.endswith(f".{section}.{name}") and isinstance(value, str):
+        return f"{key}={json.dumps(change(value))}"
+    if whole.endswith(f".{section}") and isinstance(value, dict):
+        given = value.get(name)
+        if isinstance(given, str):
+            return f"{key}={json.dumps(value | {name: change(given)})}"
     return word

@@ -57,11 +57,8 @@ def where(
         new = opening.kind is Kind.NEW
         filled = not new and record.get("ingest") is not None
         server = existing_redis.check(join, config.replay.durability, new=new, filled=filled)
-        if redis_server.has_password(config.replay.redis_url):
-            say(
-                f"note: a password in replay.redis_url stands in a file, or on a command line where everybody on "
-                f"this host can read it: put it into {redis_server.PASSWORD_VARIABLE}"
-            )
+        if redis_server.password_in(config.replay.redis_url):
+            say(redis_server.PASSWORD_NOTE)
         for note in server.notes:
             say(f"note: {note}")
         record.note(redis_version=server.version)

@@ -205,10 +205,11 @@ def _run_stages(
     lock = FolderLock(top)
     lock.take()
     try:
+        kept = [as_kept(word) for word in words]
         record = {
             "preset": preset.name,
             "preset_path": str(preset.path),
-            "overrides": [as_kept(word) for word in words if not word.startswith("run.dir=")],
+            "overrides": [word for word in kept if not word.startswith("run.dir=")],
             "stages": [stage.label for stage in stages],
         }
         content = json.dumps(record, indent=1) + "\n"
@@ -221,7 +222,7 @@ def _run_stages(
             code = _run(stage, stages, overrides, known, again, plain)
             if code:
                 return code
-        return _sum_up(preset, words, stages, top, terminal)
+        return _sum_up(preset, kept, stages, top, terminal)
     finally:
         lock.release()
 

@@ -23,10 +23,12 @@ from ....common.errors import ConfigError, DataError, TandemError
 from ....common.plain import read_object
 from ....common.run_folder import RunFolder, write_atomic
 from ...host.preflight import check_host
+from ...host.redis_server import PASSWORD_VARIABLE
 from ...plan.hardware import machine
 from ...wording import duration, shown, shown_tandem
 from ..opened.opening import Kind, open_folder
 from ..opened.presets import Preset, load, split
+from ..opened.record import apart
 
 NAME_LETTERS = 40
 """Length of a value in a run's name at most."""
@@ -86,11 +88,13 @@ class Sweep:
     preset: str
     out: Path
     settings: Mapping[str, str]
-    """Settings that all runs have, as they were given."""
+    """Settings that all runs have, as they were given, without a password."""
     varied: Mapping[str, Sequence[str]]
     """Settings that vary, with their values as they were given."""
     seeds: Sequence[int]
     members: Sequence[Member] = field(default_factory=list)
+    password: str | None = field(default=None, repr=False)
+    """The password that ``replay.redis_url`` held."""
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -124,7 +128,7 @@ def plan(words: Sequence[str], *, seeds: str, out: str | None) -> Sweep:
         raise ConfigError(
             f"preset {preset.name} has stages, and a sweep compares single runs: name a preset without stages"
         )
-    settings, varied = _settings(overrides)
+    settings, varied, password = _settings(overrides)
     sweep = Sweep(
         preset=name,
         out=Path(out or f"runs/sweep-{preset.name}").expanduser().absolute(),
@@ -134,13 +138,16 @@ def plan(words: Sequence[str], *, seeds: str, out: str | None) -> Sweep:
     )
     _refuse_another(sweep)
     members = list(_members(sweep, preset))
-    return Sweep(**sweep.definition, out=sweep.out, members=members)
+    return Sweep(**sweep.definition, out=sweep.out, members=members, password=password)
 
 
-def _settings(overrides: Sequence[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Settings with one value, and settings with several."""
+def _settings(
+    overrides: Sequence[str],
+) -> tuple[dict[str, str], dict[str, list[str]], str | None]:
+    """Settings with one value, settings with several, and the password that was among them."""
     settings: dict[str, str] = {}
     varied: dict[str, list[str]] = {}
+    password: str | None = None
     for word in overrides:
         key, _, text = word.partition("=")
         key = key.strip()
@@ -151,8 +158,16 @@ def _settings(overrides: Sequence[str]) -> tuple[dict[str, str], dict[str, list[
             raise ConfigError(f"{key} is given twice: write all its values in one word, {key}=a,b")
         values = cut(text)
         if len(values) == 1:
-            settings[key] = text
+            word, found = apart(word)
+            settings[key] = word.partition("=")[2]
+            password = found or password
             continue
+        # Values that vary name the runs' folders.
+        if any(apart(one)[1] for one in (word, *(f"{key}={value}" for value in values))):
+            raise ConfigError(
+                f"{key} varies, and there is a password in it: leave it out and put it into {PASSWORD_VARIABLE}, or "
+                f"quote the value if the comma is part of the password"
+            )
         if "" in values:
             raise ConfigError(f"{word!r} has an empty value: write null, or leave the comma out")
         varied[key] = values
@@ -161,7 +176,7 @@ def _settings(overrides: Sequence[str]) -> tuple[dict[str, str], dict[str, list[
             "nothing varies: give a setting several values, as in learner.optimizer.lr=1e-4,3e-4 "
             "(one run alone: `tandem start` or `tandem offline`)"
         )
-    return settings, varied
+    return settings, varied, password
 
 
 def cut(text: str) -> list[str]:

@@ -18,6 +18,7 @@ from ....common.errors import ConfigError
 from ....common.run_folder import RunFolder
 from ...board.terminal import Terminal
 from ...host.folder_lock import FolderLock
+from ...host.redis_server import PASSWORD_NOTE, PASSWORD_VARIABLE
 from ...wording import shown
 from ..processes.parts import described, last_lines
 from .sweep import Member, Sweep, accuracy, table, wall_time, write
@@ -80,6 +81,8 @@ class _Runs:
             f"{len(members)} runs in {shown(self._sweep.out)}"
             f"{f', of which {done} are finished' if done else ''}"
         )
+        if self._sweep.password is not None:
+            self._say(PASSWORD_NOTE)
         write(self._sweep)
         forwarded = 0
         with self._heeding():
@@ -112,6 +115,9 @@ class _Runs:
                 signal.signal(number, handler)
 
     def _start(self, member: Member) -> None:
+        environment = dict(os.environ)
+        if self._sweep.password is not None:
+            environment[PASSWORD_VARIABLE] = self._sweep.password
         with open(member.log, "ab") as log:
             member.process = subprocess.Popen(
                 # It is asked to stop when this process is killed.
@@ -123,6 +129,7 @@ class _Runs:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=environment,
                 # Ctrl-C in the terminal reaches this process alone.
                 start_new_session=True,
             )

@@ -13,7 +13,7 @@ from tandem.common.run_folder import RunFolder
 from tandem.launch.host.folder_lock import FolderLock
 from tandem.launch.run.opened.opening import Kind, Opening, make_folder, open_folder
 from tandem.launch.run.opened.presets import load
-from tandem.launch.run.opened.record import RunRecord, as_kept
+from tandem.launch.run.opened.record import RunRecord, apart, as_kept
 
 
 @pytest.fixture(autouse=True)
@@ -295,6 +295,24 @@ def test_no_form_of_an_override_keeps_a_password(word: str) -> None:
         assert {k: v for k, v in before[1].items() if k != "redis_url"} == {
             k: v for k, v in after[1].items() if k != "redis_url"
         }
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:secret@h:x/0", "redis://u:se/secret@h:1/0", "redis://:secret@h:1/0?x=1"]
+)
+def test_a_url_that_is_refused_is_kept_without_its_password(url: str) -> None:
+    kept = as_kept(f"replay.redis_url={url}")
+    assert "secret" not in kept
+    assert "@h:" in kept
+
+
+def test_a_password_is_parted_from_its_word() -> None:
+    assert apart("replay.redis_url=redis://u:a%40b@h:1/0") == (
+        'replay.redis_url="redis://u@h:1/0"',
+        "a@b",
+    )
+    for word in ("replay.redis_url=redis://u@[::1]:1/0", "--out=a", "=", "miniature", "a=[b"):
+        assert apart(word) == (word, None)
 
 
 def test_the_record_of_a_run_keeps_no_password(tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ def test_names_of_long_and_strange_values_are_readable_and_differ() -> None:
         (["log.every=5,"], "1", "'log.every=5,' has an empty value"),
         (["log.every=5,6", "log.every=7"], "1", "log.every is given twice"),
         (["run.seed=1,2"], "1", "use --seeds"),
+        (["replay.redis_url=redis://:a,b@h:1/0"], "1", "replay.redis_url varies.*TANDEM_REDIS_PASSWORD"),
+        (["replay={redis_url: 'redis://:a@h:1/0'},{window: 2}"], "1", "replay varies.*TANDEM_REDIS_PASSWORD"),
         (["run.dir=a,b"], "1", "use --out"),
         (["log.every=5,6"], "0", "--seeds 0: give at least one seed"),
         (["log.every=5,6"], "1,1", "none twice"),

@@ -1,0 +1,56 @@
+"""A password in ``replay.redis_url`` is in what is private, or is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+URL = "redis://me:marker@redis.example:6380/2"
+FORMS = [f"replay.redis_url={URL}", f"replay={{redis_url: '{URL}', window: 2}}"]
+
+
+def cluster(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command as a process, since the files' first lines have its words."""
+    command = [sys.executable, "-P", "-m", "tandem.launch.cli", "cluster", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def holding(folder: Path) -> set[str]:
+    return {
+        path.name for path in folder.rglob("*") if path.is_file() and "marker" in path.read_text()
+    }
+
+
+@pytest.mark.parametrize("word", FORMS)
+@pytest.mark.parametrize(
+    ("engine", "private"), [("kubernetes", "secret.yaml"), ("skypilot", "join.json")]
+)
+def test_it_is_in_the_private_file_alone(
+    tmp_path: Path, engine: str, private: str, word: str
+) -> None:
+    done = cluster(tmp_path, engine, "miniature", word, "--out", "made")
+    assert done.returncode == 0, done.stderr
+    assert "marker" not in done.stdout + done.stderr
+    assert holding(tmp_path) == {private}
+    text = (tmp_path / "made" / private).read_text()
+    if engine == "kubernetes":
+        text = yaml.safe_load(text)["stringData"]["join.json"]
+    assert json.loads(text)["password"] == "marker"
+    printed = cluster(tmp_path, engine, "miniature", word)
+    assert printed.returncode == 0, printed.stderr
+    assert "redis.example:6380/2" in printed.stdout
+    assert "marker" not in printed.stdout
+
+
+@pytest.mark.parametrize("word", FORMS)
+def test_slurm_has_no_place_for_it(tmp_path: Path, word: str) -> None:
+    done = cluster(tmp_path, "slurm", "miniature", word, "--out", "made")
+    assert done.returncode == 2
+    assert "TANDEM_REDIS_PASSWORD" in done.stderr
+    assert "marker" not in done.stdout + done.stderr
+    assert holding(tmp_path) == set()
