@@ -52,10 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.count is not None and arguments.count < 1:
         raise ConfigError(f"--count {arguments.count} should be at least 1")
-    out = Path(arguments.out).expanduser()
     # Usually data/NAME.jsonl, and a fresh clone has no such folder.
-    out.parent.mkdir(parents=True, exist_ok=True)
-    output_file(arguments.out)
+    Path(arguments.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
+    out = output_file(arguments.out)
     if arguments.kind == "verifiers":
         tasks = _of_verifiers(arguments)
     else:

@@ -14,14 +14,11 @@ from ...common.config import Config
 from ...common.errors import DataError
 from ...common.objectives import OBJECTIVES, ObjectiveConfig, OwnObjective
 from ...common.objectives.experts import Srft
-from ...common.objectives.keys import Entropy, ExpertWeight, Kl, Learned
+from ...common.objectives.keys import EQUAL_REWARDS, Entropy, ExpertWeight, Kl, Learned
 from ...common.objectives.preferences import Kto, Pairs
 from ...common.records import FinishReason
 from ...replay import archive
 from ...replay.archive import GroupRewards
-
-EQUAL_REWARDS = 1e-6
-"""Rewards within this range count as equal, as in the learner's baselines."""
 
 
 def check_archive(config: Config) -> None:

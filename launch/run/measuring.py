@@ -15,7 +15,7 @@ from ...common.memory import kills
 from ..plan.advice import advice
 from ..plan.hardware import machine
 from ..plan.placement import learner_threads
-from .processes.parts import THREAD_VARIABLES
+from .processes.parts import THREAD_VARIABLES, seeing
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -42,8 +42,7 @@ def measure(config: Config) -> dict[str, Any]:
     environment = {
         **os.environ,
         **dict.fromkeys(THREAD_VARIABLES, str(threads)),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": str(gpus[0].index) if gpus else "",
+        **seeing([gpu.index for gpu in gpus[:1]]),
     }
     before = kills()
     try:

@@ -13,7 +13,7 @@ from ...common.errors import DataError, TandemError
 from ...common.plain import read_object
 from ...common.run_folder import RunFolder
 from ..wording import shown
-from .processes.parts import Part, ProcessSpec, Stage
+from .processes.parts import Part, ProcessSpec, Stage, seeing
 from .processes.supervision import Outcome, Supervisor
 
 if TYPE_CHECKING:
@@ -94,10 +94,7 @@ def _digest(config: Config, step: int) -> str:
 def environment(placement: Placement) -> Mapping[str, str]:
     """Variables by which an evaluation sees the GPUs of the learner's ranks, and no other one."""
     gpus = [gpu for rank in placement.learner for gpu in rank]
-    return {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
-    }
+    return seeing(gpus)
 
 
 def _run(

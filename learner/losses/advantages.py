@@ -11,14 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...common.objectives.keys import Baseline
+from ...common.objectives.keys import EQUAL_REWARDS, Baseline
 
-EQUAL_REWARDS = 1e-6
-"""Rewards of a group within this range count as equal.
-
-Deciding by the standard deviation fails: that of seven rewards of 0.3 is 3e-8 in float32, and
-dividing by it makes advantages of 0.03.
-"""
 STD_FLOOR = 1e-6
 """Added to the standard deviation, as in the code of GRPO and LUFFY."""
 WHITEN_FLOOR = 1e-8

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ...common.objectives.keys import EQUAL_REWARDS
 from ...common.records import FinishReason, Int32Array, Sample, Source, Verdict
-from ..losses.advantages import EQUAL_REWARDS
 from ..rows.groups import MixedGroup
 
 # Looked up once: an enum's members are slow to access, and this runs for every sample.

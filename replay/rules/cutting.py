@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from ...common.objectives.keys import EQUAL_REWARDS
 from .leases import Limits, may_lease
 
-EQUAL_REWARDS = 1e-6
-"""Rewards that differ by no more than this count as equal."""
 NO_PLACES: Mapping[int, float] = MappingProxyType({})
 
 

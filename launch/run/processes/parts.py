@@ -54,6 +54,14 @@ class Stage(IntEnum):
     REDIS = 5
 
 
+def seeing(gpus: Sequence[int]) -> dict[str, str]:
+    """Variables by which a process sees these GPUs, by their indices, and no other one."""
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     """How to start one process."""

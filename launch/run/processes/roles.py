@@ -18,7 +18,7 @@ from ...plan.placement import (
     trackers_of,
     workers_of,
 )
-from .parts import Part, ProcessSpec, Stage
+from .parts import Part, ProcessSpec, Stage, seeing
 
 if TYPE_CHECKING:
     from ....common.config import Config
@@ -259,8 +259,5 @@ def of_role(
         log=logs / f"{name}.log",
         threads=threads,
         alone=alone,
-        environment={
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
-        },
+        environment=seeing(gpus),
     )
