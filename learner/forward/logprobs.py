@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -152,79 +151,36 @@ Part = tuple[Tensor, Tensor, Tensor]
 """Of a slice's logits z, each ``[N]``: their maximum m, ``s = Σ e^(z − m)``, and ``u = Σ e^(z − m) (z − m)``."""
 
 
-def _bent(logits: Tensor, heat: Tensor, bend: float | None) -> Tensor:
-    logits = _float(logits)
-    if bend is not None:
-        logits = torch.tanh(logits * bend)
-    return logits * heat
-
-
-def _sums(product: Tensor, heat: Tensor, bend: float | None) -> Part:
-    """The sums of a slice, from the matrix product. Written without regard to temporary tensors: it is compiled."""
-    logits = _bent(product, heat, bend)
-    top = logits.amax(1)
-    moved = logits - torch.where(top == -torch.inf, torch.zeros_like(top), top)[:, None]
-    share = moved.exp()
-    return top, share.sum(1), (share * moved.clamp(min=-1e30)).sum(1)
-
-
-def _slopes(
-    product: Tensor,
-    heat: Tensor,
-    bend: float | None,
-    norms: Tensor,
-    entropy: Tensor,
-    by_logprob: Tensor,
-    by_entropy: Tensor,
-    local: Tensor,
-) -> Tensor:
-    """The gradient of a slice's matrix product, in its dtype. Compiled, too."""
-    raw = _float(product)
-    tanh = torch.tanh(raw * bend) if bend is not None else raw
-    logps = tanh * heat - norms[:, None]
-    share = logps.exp()
-    own = torch.arange(product.shape[1], device=product.device) == local[:, None]
-    surprise = logps.clamp(min=-1e30) + entropy[:, None]
-    grad = torch.where(own, by_logprob[:, None], 0.0) - share * (
-        by_logprob[:, None] + by_entropy[:, None] * surprise
-    )
-    grad = grad * heat
-    if bend is not None:
-        grad = grad * ((1 - tanh * tanh) * bend)
-    return grad.to(product.dtype)
-
-
-Kernels = tuple[Callable[..., Part], Callable[..., Tensor]]
-
-
-def _kernels(hidden: Tensor, bias: Tensor | None, bend: float | None) -> Kernels | None:
-    """Compiled kernels for a slice where they pay: on a GPU. A bias, which few output matrices have, isn't known to
-    them."""
-    return _compiled(hidden.device, hidden.dtype, bend) if hidden.is_cuda and bias is None else None
+def _kernels(hidden: Tensor) -> ModuleType | None:
+    """The kernels for slices where they are: on a GPU, in a dtype that they compute in float32."""
+    if not hidden.is_cuda or hidden.dtype == torch.float64:
+        return None
+    return _tried(hidden.device)
 
 
 @functools.cache
-def _compiled(device: torch.device, dtype: torch.dtype, bend: float | None) -> Kernels | None:
-    """:func:`_sums` and :func:`_slopes`, as one kernel each that reads a slice's product once or twice, where single
-    operations would read and write it in float32 some ten times. They are compiled on a small product, for all sizes.
-    None where that fails: Triton needs a C compiler and Python's headers."""
-    # Two kernels need no pool of processes that compiles them.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    sums, slopes = torch.compile(_sums, dynamic=True), torch.compile(_slopes, dynamic=True)
-    product = torch.zeros(48, 80, device=device, dtype=dtype)
-    row = product[:, 0].to(torch.float64 if dtype == torch.float64 else torch.float32)
+def _tried(device: torch.device) -> ModuleType | None:
+    """:mod:`tandem.learner.forward.kernels`, or None where it doesn't work: Triton needs a C compiler and Python's
+    headers."""
     try:
-        with torch.no_grad():
-            sums(product, row[:, None], bend)
-            slopes(product, row[:, None], bend, row, row, row, row, row.long())
+        from . import kernels
+
+        with torch.cuda.device(device):
+            product = torch.zeros(2, 16, device=device)
+            row = torch.zeros(2, device=device)
+            token, heat = row.long(), row[:, None]
+            kernels.fold(
+                product, token, 0, heat, None, (row.clone(), row.clone(), row.clone()), row.clone()
+            )
+            kernels.slope(product, token, 0, heat, None, row, row, row, row)
     except Exception as error:  # noqa: BLE001 - of the compiler, which has many; the slower way is right, too
         log.warning(
-            "log-probs take several times as long as they could, since their kernels can't be compiled here (gcc and "
-            "Python's headers are needed): %s",
+            "log-probs take several times as long as they could, since their kernels can't be compiled here (Triton, "
+            "gcc and Python's headers are needed): %s",
             f"{type(error).__name__}: {error}".splitlines()[0][:300],
         )
         return None
-    return sums, slopes
+    return kernels
 
 
 def _sums_in_place(logits: Tensor, keep: bool) -> Part:
@@ -318,30 +274,25 @@ class _Sliced(torch.autograd.Function):
         total = hidden.new_zeros(count, dtype=dtype)
         picked = torch.zeros_like(total)
         sums = most, total, torch.zeros_like(total)
-        kernels = _kernels(hidden, bias, bend)
+        kernels = _kernels(hidden)
         if kernels is not None and heat is None:
             heat = torch.ones_like(most)[:, None]
         for start in range(0, weight.shape[0], size):
             part = slice(start, start + size)
             if kernels is not None:
-                logits = _product(hidden, weight[part], None)
-                found = kernels[0](logits, heat, bend)
-            else:
-                logits = _slice_logits(hidden, weight, bias, part, bend, heat)
-            width = logits.shape[1]
+                product = _product(hidden, weight[part], None if bias is None else bias[part])
+                kernels.fold(product, tokens, start, heat, bend, sums, picked)
+                continue
+            logits = _slice_logits(hidden, weight, bias, part, bend, heat)
             local = tokens - start
+            width = logits.shape[1]
             here = (local >= 0) & (local < width)
             own = logits.gather(1, local.clamp(0, width - 1)[:, None])
-            if kernels is not None:
-                assert heat is not None
-                own = _bent(own, heat, bend)
-            else:
-                keep = start < kept * size
-                if keep:
-                    saved.append(logits)
-                found = _sums_in_place(logits, keep)
             picked = torch.where(here, own.squeeze(1), picked)
-            sums = _merged(sums, found)
+            keep = start < kept * size
+            if keep:
+                saved.append(logits)
+            sums = _merged(sums, _sums_in_place(logits, keep))
         most, total, moment = sums
         norms = most + total.log()
         entropy = total.log() - moment / total
@@ -363,12 +314,12 @@ class _Sliced(torch.autograd.Function):
         with_entropy = ctx.kernels is None and bool(by_entropy.any())
         for number, start in enumerate(range(0, weight.shape[0], ctx.size)):
             part = slice(start, start + ctx.size)
-            local = tokens - start
             if ctx.kernels is not None:
-                product = _product(hidden, weight[part], None)
-                narrow = ctx.kernels[1](
-                    *(product, heat, ctx.bend, norms, entropy, by_logprob, by_entropy, local),
+                narrow = _product(hidden, weight[part], None if bias is None else bias[part])
+                ctx.kernels.slope(
+                    *(narrow, tokens, start, heat, ctx.bend, norms, entropy, by_logprob, by_entropy)
                 )
+                grad = narrow
             else:
                 if number < len(saved):
                     logps = saved[number] - norms[:, None]
@@ -377,11 +328,11 @@ class _Sliced(torch.autograd.Function):
                     logps.sub_(norms[:, None])
                 grad = _slopes_in_place(
                     *(logps, heat, ctx.bend, norms, entropy, by_logprob),
-                    *(by_entropy if with_entropy else None, local),
+                    *(by_entropy if with_entropy else None, tokens - start),
                 )
-                if grad_bias is not None:
-                    grad_bias[part] = grad.sum(0)
                 narrow = grad.to(hidden.dtype)
+            if grad_bias is not None:
+                grad_bias[part] = grad.sum(0, dtype=norms.dtype)
             if grad_hidden is not None:
                 grad_hidden += narrow @ weight[part]
             if grad_weight is not None:
