@@ -73,6 +73,16 @@ with the reason where a faster one isn't taken:
 - Packed rows don't share prompts: the gradients of a shared prompt's keys and values would be added up in another
   order each time on a GPU, so that a run could not be repeated bit for bit.
 
+## Kernels
+
+On a GPU the learner's norms, rotary positions and gated MLPs are computed by
+[Liger's](https://github.com/linkedin/Liger-Kernel) fused kernels (Hsu et al. 2024, arXiv 2410.10989), if liger-kernel is
+installed, as `launch/setup.sh` does on a GPU host, and has some for the model. They read and write a layer's activations once,
+and keep fewer for the backward pass: [on an H200](benchmarks.md#on-one-gpu-nvidia-h200) an update took 14 to 17% less time and
+up to a fifth less memory. They are tried on the rows of the check above like an attention; a model whose log-probs they
+change beyond rounding keeps transformers' operations, and the learner's log says so. `model.kernels=plain` leaves them out,
+and `model.kernels=liger` ends the run where they can't be had.
+
 ## The list
 
 {count} entries; {agree} agree in learner, reference model and torch engine to 1e-4 in float32. “Shared

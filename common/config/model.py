@@ -20,3 +20,7 @@ class ModelConfig(Section):
     lengths) and flex. ``auto`` in bfloat16 on CUDA is flash_attention_2 if the package flash-attn is there, else
     varlen; elsewhere sdpa; and eager if sdpa can't do what the model needs (a cap of the scores, attention
     sinks)."""
+    kernels: Literal["auto", "liger", "plain"] = "auto"
+    """The learner's kernels of norms, rotary positions and gated MLPs: Liger's fused ones, or transformers' plain
+    operations. ``auto`` is Liger's on a GPU, if liger-kernel is installed, has some for the model, and they give the
+    model's own log-probs."""

@@ -139,7 +139,17 @@ def check_engine(config: Config, placement: Placement) -> None:
 
 
 def check_attention(config: Config, placement: Placement) -> None:
-    """Raises ``ConfigError`` if the learner's attention is named and can't run here."""
+    """Raises ``ConfigError`` if the learner's attention or kernels are named and can't run here."""
+    if config.model.kernels == "liger":
+        if not any(placement.learner):
+            raise ConfigError(
+                "model.kernels=liger needs a GPU, and the learner gets none here: set model.kernels=auto"
+            )
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise ConfigError(
+                f"model.kernels=liger needs the package liger-kernel, which isn't installed: "
+                f"`{shown_python()} -m pip install liger-kernel` (the extra tandem-rl[liger]), or set model.kernels=auto"
+            )
     attention = config.model.attention
     if attention not in ("flash_attention_2", "flex"):
         return

@@ -117,6 +117,13 @@ def _packages(config: Config, machine: Machine) -> list[Finding]:
             flash,
             f"{shown_python()} -m pip install --no-build-isolation flash-attn",
         ),
+        (
+            "liger-kernel",
+            "liger_kernel",
+            "model.kernels=liger; auto takes transformers' operations without it",
+            config.model.kernels == "liger",
+            pip("liger-kernel"),
+        ),
         ("wandb", "wandb", "log.wandb", "wandb" in trackers, pip("wandb")),
         (
             "tensorboard",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ...common.config import VLLM_RANKS
@@ -261,11 +262,12 @@ def activations(config: Config, shape: ModelShape, device: str) -> int:
 def kept_by_layer(config: Config, shape: ModelShape, device: str) -> int:
     """Bytes that autograd keeps of one Qwen2 layer, for the tokens of the largest micro-batch.
 
-    For each token the elements are: of both norms their inputs, what is normalised and their outputs (6·H; of bf16
+    For each token the elements are, with transformers' operations: of both norms their inputs, what is normalised and their outputs (6·H; of bf16
     inputs the fp32 copies instead, which makes 8·H), the attention's output (a·d), the MLP's four products (4·I), and fp32
     statistics of norms (4). Attention itself keeps queries, output, keys and values (2·a·d + 2·kv) and fp32
     statistics of its softmax (2·a), as it never materialises its scores (flash or memory-efficient). Its output is
-    kept once on a GPU, where it has the form in which the next product takes it.
+    kept once on a GPU, where it has the form in which the next product takes it. Liger's norms keep inputs and outputs (4·H),
+    and its MLP is without one of the products (3·I).
 
     On a CPU the rows of a group share their prompt in everything but attention, which works on padded rows, and
     whose keys and values are repeated for each query head (4·a·d); of short rows in bfloat16 it keeps queries, keys, values
@@ -274,7 +276,10 @@ def kept_by_layer(config: Config, shape: ModelShape, device: str) -> int:
     """
     e = element(config)
     line, padded = _lines(config, device)
-    by_token = (8 if e == 2 else 6) * shape.hidden + 4 * shape.intermediate + 4
+    if fuses(config, device):
+        by_token = 4 * shape.hidden + 3 * shape.intermediate + 4
+    else:
+        by_token = (8 if e == 2 else 6) * shape.hidden + 4 * shape.intermediate + 4
     wide = 2 * shape.query_width + 2 * shape.kv_width
     if device == "cpu":
         by_token += shape.query_width
@@ -286,6 +291,13 @@ def kept_by_layer(config: Config, shape: ModelShape, device: str) -> int:
     if config.model.attention == "eager":
         wide += shape.heads * longest_pass(config).width
     return e * (line * by_token + padded * (wide + 2 * shape.heads))
+
+
+def fuses(config: Config, device: str) -> bool:
+    """Whether the learner's layers have Liger's kernels: on a GPU, if they are asked for, or this host has them."""
+    if device != "cuda" or config.model.kernels == "plain":
+        return False
+    return config.model.kernels == "liger" or find_spec("liger_kernel") is not None
 
 
 def _lines(config: Config, device: str) -> tuple[int, int]:

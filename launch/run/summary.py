@@ -38,6 +38,7 @@ PACKAGES = (
     "deepspeed",
     "vllm",
     "flash-attn",
+    "liger-kernel",
     "math-verify",
     "sympy",
     "numpy",

@@ -69,6 +69,7 @@ class CriticEngine:
         policy = Policy(model)
         # Whether its attention can do it is tested by its log-probs, while it has them.
         probe = Probe.of(model, longest_row(config))
+        policy.choose_kernels(probe, config.model.kernels, whose="the critic's")
         self.layout = policy.choose_layout(probe, config.model.attention, whose="the critic's")
         policy.require_own(probe, whose="the critic's")
         self.model = ValueModel(policy)

@@ -79,6 +79,7 @@ class DeepSpeedEngine:
         with self.adapters.require_calls() if self.adapters else nullcontext():
             probe = Probe.of(model, longest_row(config))
         self.policy = Policy(model, self.adapters)
+        self.policy.choose_kernels(probe, config.model.kernels)
         self.policy.choose_layout(probe, config.model.attention)
         self._optimizer = Optimizer(
             self.policy,

@@ -14,7 +14,7 @@ from ...common.agreement import BOUNDS, Difference, Probe, one_line
 from ...common.errors import ConfigError
 from ...common.memory import is_out_of_memory
 from ..rows.microbatch import Layout, LayoutName, MicroBatch
-from . import layouts
+from . import fused, layouts
 from .head import head_of
 from .layouts import Way, rounded
 from .logprobs import token_logprobs
@@ -131,6 +131,51 @@ class Policy(nn.Module):
                 there.layout,
             )
 
+    def choose_kernels(
+        self, probe: Probe | None = None, kernels: str = "auto", whose: str = "the learner's"
+    ) -> None:
+        """Takes Liger's fused kernels, if there are some and they give the model's own log-probs, and logs it.
+
+        Args:
+            probe: the model's probe; None makes one for rows of :data:`LONGEST` tokens.
+            kernels: ``model.kernels`` of the config.
+            whose: names the policy in the log.
+
+        Raises:
+            ConfigError: ``kernels`` is ``liger``, and the model can't have them.
+        """
+        if kernels == "plain":
+            return
+        reason = fused.refusal(self.model)
+        if reason is None:
+            reason = self._fault_of_kernels(probe or Probe.of(self.model, LONGEST))
+        if reason is not None and kernels == "liger":
+            raise ConfigError(
+                f"model.kernels=liger: {reason}: set model.kernels=auto, which goes on without them"
+            )
+        if self.model.device.type == "cuda":
+            taken = "Liger's" if reason is None else f"transformers' ({reason})"
+            log.info(f"{whose} kernels of norms, rotary positions and MLPs are {taken}")
+
+    def _fault_of_kernels(self, probe: Probe) -> str | None:
+        """Puts Liger's kernels into the model; returns what was wrong with them, if it took them out again."""
+        plain = difference(probe, self.score, "padded")
+        try:
+            put_back = fused.fuse(self.model)
+        except (ImportError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            return f"Liger's can't be put into this model: {one_line(error)}"
+        try:
+            found = difference(probe, self.score, "padded")
+            fault = _beyond(found, plain, probe, "transformers' operations")
+        except Exception as error:
+            put_back()
+            if is_out_of_memory(error):
+                raise
+            return f"Liger's fail in this model: {one_line(error)}"
+        if fault is not None:
+            put_back()
+        return fault
+
     def choose_layout(
         self, probe: Probe | None = None, attention: str = "auto", whose: str = "the learner's"
     ) -> LayoutName:
@@ -170,13 +215,7 @@ class Policy(nn.Module):
             if is_out_of_memory(error):
                 raise
             return one_line(error)
-        # In half precision a small fault is hidden by the bound, but not in comparison with padded rows.
-        if found.most <= min(probe.bound, 3 * padded.most + EXACT):
-            return None
-        return (
-            f"with it log-probs are off by {found.logprob:.2g} nats, with padded rows by "
-            f"{padded.logprob:.2g}"
-        )
+        return _beyond(found, padded, probe, "padded rows")
 
     def require_own(self, probe: Probe, forward: Any = None, whose: str = "the learner's") -> None:
         """Compares log-probs and entropies with the model's own, in every layout that is used.
@@ -210,6 +249,16 @@ class Policy(nn.Module):
         if attention != "eager":
             way_out = f"set model.attention=eager (it is {attention}), or use another model"
         probe.require(greatest, whose, way_out)
+
+
+def _beyond(found: Difference, other: Difference, probe: Probe, what: str) -> str | None:
+    """Says that a way of scoring is wrong, if it is: by how much it and another one differ from the model's own."""
+    # In half precision a small fault is hidden by the bound, but not in comparison with the other way.
+    if found.most <= min(probe.bound, 3 * other.most + EXACT):
+        return None
+    return (
+        f"with it log-probs are off by {found.logprob:.2g} nats, with {what} by {other.logprob:.2g}"
+    )
 
 
 def _leave_frozen_out(policy: Policy, state: dict[str, Any], prefix: str, _: Any) -> None:

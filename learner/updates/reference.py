@@ -52,6 +52,7 @@ def frozen_policy(config: Config, device: torch.device) -> Policy:
     )
     probe = Probe.of(model, longest_row(config))
     policy = Policy(model)
+    policy.choose_kernels(probe, config.model.kernels, whose="the reference model's")
     policy.choose_layout(probe, config.model.attention, whose="the reference model's")
     policy.require_own(probe, whose="the reference model's")
     return policy.eval().requires_grad_(False)

@@ -371,6 +371,7 @@ NOTHING = [
         "needs a GPU",
     ),
     (["model.attention=flex", "launch.gpus=none"], "set model.attention=sdpa"),
+    (["model.kernels=liger", "launch.gpus=none"], "set model.kernels=auto"),
     (["rollout.update_wait_seconds=46"], "weights.commit_seconds=60"),
     (["weights.transport=nccl", "launch.gpus=none"], "weights.transport=auto"),
 ]

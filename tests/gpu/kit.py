@@ -73,7 +73,7 @@ PARTS = (
         name="learner-half",
         title="The learner, smaller model",
         target="part_learner:half",
-        seconds=150,
+        seconds=210,
     ),
     Part(name="model", title="A run of a random model", target="part_runs:model", seconds=100),
     Part(name="engine", title="Engines", target="part_engine:run", seconds=100),

@@ -14,6 +14,8 @@ SECONDS = 0.5
 """How long a matrix product is repeated."""
 
 KINDS = (
+    ("log-probs", ("_fold", "_slope")),
+    ("norms, positions and MLPs", ("rms_norm", "rope", "glu_")),
     ("attention", ("flash", "fmha", "attention")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitk")),
     ("optimizer", ("adam", "multi_tensor", "lpnorm")),

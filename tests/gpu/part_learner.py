@@ -36,6 +36,7 @@ Settings = Mapping[str, Any]
 
 WAYS: dict[str, Settings] = {
     "auto": {},
+    "plain": {"model.kernels": "plain"},
     "padded": {"model.attention": "sdpa"},
     "checkpointing": {"learner.gradient_checkpointing": True},
     "lora": {"learner.lora": {}},
@@ -170,7 +171,7 @@ def _one(
         steps.append(time.perf_counter() - start)
         if not outcome.applied:
             raise RuntimeError(f"update {step} wasn't applied: {outcome.metrics}")
-    tokens, took = sum(lengths), sum(seconds)
+    tokens, took, padded = sum(lengths), sum(seconds), sum(fed)
     longer = sum(length**2 for length in lengths) / tokens
     flops = 3 * forward_flops(shape, tokens, longer) / took
     held = watch.take()
@@ -189,7 +190,7 @@ def _one(
         "chosen": next((line for line in said if "attention is" in line), ""),
         "zero_stage": engine.stage,
         "tokens": tokens,
-        "padded_tokens": sum(fed),
+        "padded_tokens": padded,
         "update_seconds": took / sizes.updates,
         "step_seconds": sum(steps) / sizes.updates,
         "first_update_seconds": first,

@@ -31,7 +31,7 @@ PRESENT = ("torch", "transformers", "peft", "tensorboard", "pyarrow", "matplotli
 """What the GPU machine has."""
 THEIRS = ("numpy", "pillow", "safetensors", "setuptools", "sympy", "tokenizers")
 """What torch, transformers and tensorboard bring in every version."""
-EXTRAS = ("reward", "rollout", "learner", "redis-server")
+EXTRAS = ("reward", "rollout", "learner", "liger", "redis-server")
 """Tandem's extras whose packages are fetched."""
 TESTS = ("hypothesis", "msgpack", "pytest", "pytest-timeout")
 """What the tests marked ``gpu`` need beside them."""
@@ -50,8 +50,8 @@ ENVIRONMENT = {
 # pip takes a glibc version literally, so that every usual one must be named.
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (34, 31, 28, 27, 26, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
-NOT_INSTALLED = ("editables",)
-"""Fetched though it isn't in this environment: it needs nothing itself."""
+NOT_INSTALLED = ("editables", "liger-kernel")
+"""Fetched though they aren't in this environment: they need nothing that isn't there."""
 
 
 def needed(roots: Iterable[Requirement], there: frozenset[str]) -> set[str]:

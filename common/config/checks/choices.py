@@ -442,6 +442,12 @@ def _attention(config: Config) -> str | None:
     return None
 
 
+def _kernels(config: Config) -> str | None:
+    if config.model.kernels == "liger" and config.launch.gpus == "none":
+        return "model.kernels=liger needs a GPU, and launch.gpus=none: set model.kernels=auto"
+    return None
+
+
 START_RULES: tuple[Rule, ...] = (
     *LAUNCH_RULES,
     _micro_batch,
@@ -460,6 +466,7 @@ START_RULES: tuple[Rule, ...] = (
     _best,
     _twice,
     _attention,
+    _kernels,
 )
 
 

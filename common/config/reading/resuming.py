@@ -33,6 +33,7 @@ CHANGEABLE: tuple[str, ...] = (
     "reward.components.*.params.parallel",
     # Other kernels of the same attention, as another host may need them.
     "model.attention",
+    "model.kernels",
     "replay.redis_*",
     "replay.durability",
     "replay.dynamic_sampling",

@@ -37,7 +37,8 @@ def test_a_machine_that_can_run_the_miniature(capsys: pytest.CaptureFixture[str]
     assert (code, found["preset"], found["could_run"]) == (0, "miniature", True)
     names = {one["name"] for one in found["findings"]}
     assert names >= {
-        *("Python", "GPUs", "torch", "deepspeed", "vllm", "flash-attn", "redis-server"),
+        *("Python", "GPUs", "torch", "deepspeed", "vllm", "flash-attn", "liger-kernel"),
+        "redis-server",
         *("/dev/shm", "open files", "host name", "disk", "memory", "compiler", "sandbox"),
     }
     assert finding(found, "redis-server")["state"] == "ok"
@@ -76,6 +77,7 @@ def test_a_missing_redis_server_comes_with_its_remedy(
     [
         ("rollout.engine=vllm", "vllm"),
         ("model.attention=flash_attention_2", "flash-attn"),
+        ("model.kernels=liger", "liger-kernel"),
         ("log.wandb=offline", "wandb"),
         ("log.tensorboard=true", "tensorboard"),
     ],
@@ -84,7 +86,7 @@ def test_a_package_is_missing_only_for_who_wants_it(
     setting: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = requirements.importlib.util.find_spec
-    hidden = {"vllm", "flash_attn", "wandb", "tensorboard"}
+    hidden = {"vllm", "flash_attn", "liger_kernel", "wandb", "tensorboard"}
     monkeypatch.setattr(
         requirements.importlib.util,
         "find_spec",

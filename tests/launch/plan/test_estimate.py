@@ -245,6 +245,35 @@ def test_activations_by_hand() -> None:
     assert memory.activations(again, SMALL, "cuda") == 2 * 16_384 * (2 * 8 + 160)
 
 
+@pytest.mark.parametrize(
+    ("model", "tokens", "plain", "liger"),
+    [("0.5B", 16384, 34.44e9, 27.74e9), ("1.5B", 8192, 56.74e9, 49.76e9)],
+)
+def test_with_ligers_kernels_less_is_kept_on_a_gpu(
+    model: str, tokens: int, plain: float, liger: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peaks that were measured on an H200 (``docs/benchmarks.md``), and whose kernels ``auto`` takes."""
+    shape = sizes.known(f"Qwen/Qwen2.5-{model}")
+    assert shape is not None
+
+    def planned(kernels: str, device: str = "cuda") -> int:
+        given = config(
+            *(f"model.kernels={kernels}", "model.dtype=bfloat16", "learner.zero_stage=1"),
+            *(f"learner.micro_batch_tokens={tokens}", "data.max_prompt_tokens=128"),
+            *("learner.ranks=1", "rollout.max_new_tokens=1024", "learner.objective.name=grpo"),
+            *("learner.gradient_checkpointing=false", "learner.offload=none"),
+        )
+        found = memory.learner(given, shape, device)
+        return sum(found.parts.values()) - found.parts["runtime"] - found.parts["weight staging"]
+
+    for kernels, measured in (("plain", plain), ("liger", liger)):
+        assert planned(kernels) == pytest.approx(measured, rel=0.03)
+    for there, same in ((None, "plain"), ("spec", "liger")):
+        monkeypatch.setattr(memory, "find_spec", lambda _, there=there: there)
+        assert planned("auto") == planned(same)
+        assert planned("auto", "cpu") == planned("plain", "cpu")
+
+
 def test_on_a_cpu_prompts_are_shared_and_attention_is_padded() -> None:
     small = config(
         "rollout.group_size=4",

@@ -87,6 +87,11 @@ def test_an_attention_that_this_host_cannot_run_is_told_before_anything_is_start
     flash = load("miniature").resolve([*bf16, "model.attention=flash_attention_2"])
     with pytest.raises(ConfigError, match=r"pip install --no-build-isolation flash-attn"):
         preflight.check_attention(flash, ONE_GPU)
+    liger = load("miniature").resolve([*bf16, "model.kernels=liger"])
+    with pytest.raises(ConfigError, match=r"needs a GPU.* set model\.kernels=auto"):
+        preflight.check_attention(liger, CPUS)
+    with pytest.raises(ConfigError, match=r"pip install liger-kernel"):
+        preflight.check_attention(liger, ONE_GPU)
     for name in ("auto", "varlen", "flex"):
         config = load("miniature").resolve([*bf16, f"model.attention={name}"])
         preflight.check_attention(config, ONE_GPU)
