@@ -7,6 +7,8 @@ the learner can't disagree about them. Works with transformers tokenizers, but i
 from __future__ import annotations
 
 import hashlib
+import sys
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -100,10 +102,22 @@ def render_texts(
                 )
         texts = [template.fill(asked[0]["content"]) for asked in turns]
     elif template.name == templates.OWN and getattr(tokenizer, "chat_template", None) and turns:
+        _flatten_globals(tokenizer)
         texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     else:
         texts = ["\n".join(turn["content"] for turn in each) for each in turns]
     return [str(text) + data.prefill for text in texts]
+
+
+def _flatten_globals(tokenizer: Any) -> None:
+    """Makes a dict of the globals of a tokenizer's compiled template. Jinja copies them for every conversation, and out of
+    the ChainMap that they are otherwise this takes longer than to render a prompt."""
+    utils = sys.modules.get("transformers.utils.chat_template_utils")
+    compiled = getattr(utils, "_compile_jinja_template", None)
+    if compiled is not None:
+        template = compiled(tokenizer.get_chat_template())
+        if isinstance(template.globals, ChainMap):
+            template.globals = dict(template.globals)
 
 
 def longest_token(tokenizer: Any) -> int:

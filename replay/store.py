@@ -17,7 +17,7 @@ from ..common.records import ExpertTrace, Problem
 from ..common.sockets import CurveKeys, new_keys
 from . import problems as stored
 from .answers import text as read_text
-from .connection import DEADLINE, Command, readable_error
+from .connection import DEADLINE, readable_error
 from .evaluating.evaluations import EvaluationStore
 from .ledger_records import WAY_OUT
 
@@ -26,6 +26,11 @@ RunState = Literal["running", "draining", "finished", "failed"]
 STATES: tuple[RunState, ...] = ("running", "draining", "finished", "failed")
 PUT_BYTES = 4 << 20
 """Bytes per round trip while problems are put."""
+PUT_ENTRIES = 1000
+"""Entries of hashes per round trip, and at most per command, for which Redis is busy for about a millisecond."""
+
+Entry = tuple[str, str, bytes]
+"""A hash by its last name, the entry's name, and its data."""
 
 
 class RunStore(EvaluationStore):
@@ -82,14 +87,13 @@ class RunStore(EvaluationStore):
 
         rows: dict[str, array[int]] = {}
 
-        def commands() -> Iterable[tuple[int, Command]]:
+        def entries() -> Iterable[Entry]:
             for problem in problems:
                 source, row = stored.split_id(problem.problem_id)
-                data = stored.encode(problem)
-                yield len(data), ("HSET", self.store.key("problems"), problem.problem_id, data)
+                yield "problems", problem.problem_id, stored.encode(problem)
                 rows.setdefault(source, array("L")).append(row)
 
-        self._put(commands())
+        self._put(entries())
         stored.put_rows(self.store, rows)
 
     def problem(self, problem_id: str) -> Problem:
@@ -107,15 +111,14 @@ class RunStore(EvaluationStore):
     def put_traces(self, traces: Iterable[ExpertTrace]) -> None:
         """Stores graded expert traces, and their rewards by themselves, for the cut of a row."""
 
-        def commands() -> Iterable[tuple[int, Command]]:
+        def entries() -> Iterable[Entry]:
             for trace in traces:
-                data, name = wire.encode(trace), trace.trace_id
                 if trace.reward is not None and math.isfinite(trace.reward):
-                    reward = repr(float(trace.reward))
-                    yield len(reward), ("HSET", self.store.key("trace_rewards"), name, reward)
-                yield len(data), ("HSET", self.store.key("traces"), name, data)
+                    reward = repr(float(trace.reward)).encode()
+                    yield "trace_rewards", trace.trace_id, reward
+                yield "traces", trace.trace_id, wire.encode(trace)
 
-        self._put(commands())
+        self._put(entries())
 
     def traces(self, ids: Sequence[str]) -> list[ExpertTrace]:
         """Traces in the order of ``ids``."""
@@ -190,21 +193,24 @@ class RunStore(EvaluationStore):
         raw = self.store.call("lrange", self.store.key("restarts"), 0, -1)
         return [read_object(entry, "a restart in the list", StoreError, WAY_OUT) for entry in raw]
 
-    def _put(self, commands: Iterable[tuple[int, Command]]) -> None:
-        batch: list[Command] = []
-        total = 0
+    def _put(self, entries: Iterable[Entry]) -> None:
+        """Sets entries of hashes, many by one command."""
+        fields: dict[str, list[str | bytes]] = {}
+        count = total = 0
 
         def send() -> None:
+            batch = [("HSET", self.store.key(kind), *flat) for kind, flat in fields.items()]
             for answer in self.store.batch(batch):
                 if isinstance(answer, Exception):
                     raise readable_error(answer, self.store.address)
 
-        for size, command in commands:
-            batch.append(command)
-            total += size
-            if total > PUT_BYTES or len(batch) >= 2000:
+        for kind, name, data in entries:
+            fields.setdefault(kind, []).extend((name, data))
+            count += 1
+            total += len(data)
+            if total > PUT_BYTES or count >= PUT_ENTRIES:
                 send()
-                batch, total = [], 0
+                fields, count, total = {}, 0, 0
         send()
 
     def _get(self, kind: str, ids: Sequence[str]) -> list[bytes]:

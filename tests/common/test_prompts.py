@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers.utils import chat_template_utils
 
 from tandem.common import prompts
 from tandem.common.config import DataConfig
@@ -143,3 +144,13 @@ def test_the_digest_survives_saving_and_tells_tokenizers_apart(tmp_path: Path) -
     assert digest == prompts.tokenizer_digest(AutoTokenizer.from_pretrained(tmp_path))
     built.add_tokens(["<more>"])
     assert prompts.tokenizer_digest(built) != digest
+
+
+def test_a_templates_globals_are_a_dict_after_the_first_prompt(tokenizer: Any) -> None:
+    """Out of transformers' ChainMap Jinja copies them for each prompt, which took longer than to render it."""
+    messages = [[{"role": "user", "content": "1 + 1?"}]] * 2
+    plain = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert prompts.render_texts(tokenizer, messages) == plain
+    compiled = chat_template_utils._compile_jinja_template(tokenizer.get_chat_template())
+    assert type(compiled.globals) is dict
+    assert {"raise_exception", "strftime_now", "range"} <= set(compiled.globals)
