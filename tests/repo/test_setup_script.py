@@ -415,12 +415,14 @@ def test_with_gpus_uv_chooses_the_build_by_the_driver(machine: Machine) -> None:
     assert "--torch-backend auto torch" in machine.installs()[0]
 
 
-def test_a_gpu_host_gets_vllm_and_a_development_one_does_not(machine: Machine) -> None:
+def test_a_gpu_host_gets_vllm_and_a_development_one_does_not_and_both_get_liger(
+    machine: Machine,
+) -> None:
     machine.command("nvidia-smi", NVIDIA_SMI)
     machine.run("--dev")
-    assert machine.installs()[-1].endswith("[dev,learner,redis-server,reward,rollout]")
+    assert machine.installs()[-1].endswith("[dev,learner,liger,redis-server,reward,rollout]")
     machine.run()
-    assert machine.installs()[-1].endswith("rollout,vllm]")
+    assert machine.installs()[-1].endswith("liger,redis-server,reward,rollout,vllm]")
 
 
 def test_gpus_that_torch_cannot_use_stop_it_with_both_versions(machine: Machine) -> None:
