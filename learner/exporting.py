@@ -36,7 +36,7 @@ from .engine.model_folder import (
     write_folder,
     write_model,
 )
-from .loop.best import best_of, is_by
+from .loop.best import best_of, is_by, problems_of
 from .resume.checkpoints import Checkpoint, Checkpoints
 from .resume.former import is_former
 from .resume.state_files import POLICY, StateFiles
@@ -77,8 +77,12 @@ class Metric:
             )
         return cls(name=name.removeprefix("eval/"), smallest=way == "min")
 
-    def values(self, folder: RunFolder) -> dict[int, float]:
+    def values(self, folder: RunFolder, problems: int | None = None) -> dict[int, float]:
         """The run's last value of each step that has one.
+
+        Args:
+            folder: the run's folder.
+            problems: leaves evaluations of another number of problems out.
 
         Raises:
             DataError: no step has any, and another name is like it.
@@ -87,6 +91,8 @@ class Metric:
         names: set[str] = set()
         for record in read_parts(folder.metrics, log.warning):
             names |= record.keys()
+            if problems not in (None, record.get(f"eval/{problems_of(self.name)}", problems)):
+                continue
             value = record.get(f"eval/{self.name}", record.get(self.name))
             if isinstance(value, int | float) and math.isfinite(value):
                 found[int(record.get("step", 0))] = float(value)
@@ -147,7 +153,8 @@ def export(
             found = best_of(folder.best)
             # By another figure if the setting was changed, and nothing has been evaluated since.
             if found is not None and is_by(found, wanted):
-                return _best_model(folder, found, metric, values, out)
+                compared = metric.values(folder, found.get("problems"))
+                return _best_model(folder, found, metric, compared, out)
         step, note = _best_step(checkpoints, metric, values)
     with checkpoints.hold(step) as checkpoint:
         if checkpoint is None:

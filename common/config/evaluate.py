@@ -24,7 +24,8 @@ class EvaluateConfig(Section):
     """Whether the learner waits for each evaluation, so that it measures exactly that step's weights."""
     best: str | None = None
     """Figure of the held-out sets by which the best model of the run is kept in ``best/``, as in
-    ``heldout/accuracy`` (``-heldout/length`` keeps the one with the smallest); needs ``exact``."""
+    ``heldout/accuracy`` (``-heldout/length`` keeps the one with the smallest); needs ``exact``. Only
+    evaluations of equally many problems are compared: with ``limit`` not the first and the last."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Sampling temperature; 0 = greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

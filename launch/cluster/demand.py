@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError
+from ..host.redis_server import password_in, without_password
 from ..plan import planning
 from ..plan.hardware import machine
 from ..plan.node import node
@@ -60,7 +60,9 @@ class Job:
     name: str
     """Names jobs and objects: a DNS label."""
     preset: str
-    """The preset as the command line takes it."""
+    """The preset as the command line takes it, where this machine's files are."""
+    preset_text: str | None
+    """All settings of a preset of the user's own as one file, for where they aren't; None for one of Tandem's."""
     overrides: tuple[str, ...]
     """Settings as they may be shown: without a password."""
     config: Config
@@ -86,7 +88,7 @@ def job_of(words: Iterable[str], name: str | None = None) -> Job:
     Raises:
         ConfigError: the preset or an override is wrong, or it has stages or trains offline.
     """
-    from ..run.opened.presets import load, split
+    from ..run.opened.presets import is_own, load, split
     from ..run.opened.record import apart
 
     preset_name, overrides = split(list(words), "miniature")
@@ -102,7 +104,7 @@ def job_of(words: Iterable[str], name: str | None = None) -> Job:
             f"{preset_name} trains on what is stored, without rollout workers (learner.source=offline): one host runs "
             f"it by `tandem offline {preset_name}`"
         )
-    is_file = Path(preset_name).suffix in (".yaml", ".yml")
+    own = is_own(preset_name)
     notes = []
     demands = demands_of(preset.name, config)
     if demands.rollout.memory is None:
@@ -111,12 +113,25 @@ def job_of(words: Iterable[str], name: str | None = None) -> Job:
         )
     return Job(
         name=f"tandem-{label(name or preset.name)}",
-        preset=str(Path(preset_name).absolute()) if is_file else preset_name,
+        # Those that are joined by + are found from the working directory alone, in which Slurm's jobs run.
+        preset=str(preset.path) if own and preset.path.exists() else preset_name,
+        preset_text=_text(preset.tree, str(config.run.dir)) if own else None,
         overrides=tuple(apart(word)[0] for word in overrides),
         config=config,
         demands=demands,
         notes=tuple(notes),
     )
+
+
+def _text(tree: Mapping[str, Any], run_dir: str) -> str:
+    """A preset with all that it inherits as a file that everybody may read, whatever that file's own name will be."""
+    from ...common.config import yaml_text
+
+    tree = {**tree, "run": {**tree.get("run", {}), "dir": run_dir}}
+    url = tree.get("replay", {}).get("redis_url")
+    if url is not None and password_in(url) is not None:
+        tree["replay"] = {**tree["replay"], "redis_url": without_password(url)}
+    return yaml_text(tree)
 
 
 def demands_of(name: str, config: Config) -> Demands:

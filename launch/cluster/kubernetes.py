@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...common.errors import ConfigError, DataError
+from ...common.errors import ConfigError
 from ...common.models import resolve
 from .demand import Demand, Job
 from .join import kept_text, new_join, port_range, text_of
@@ -47,7 +48,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
 
     Raises:
         ConfigError: an option makes no sense.
-        DataError: the preset's file or a template can't be read, or the Secret of an earlier call is damaged.
+        DataError: a template can't be read, or the Secret of an earlier call is damaged.
     """
     if site.nodes < 0 or site.workers < 1:
         raise ConfigError("--nodes is a number from 0, and --workers-per-node one from 1")
@@ -60,9 +61,11 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
     drain = config.launch.drain_seconds
     host = f"{job.name}-head.{site.namespace}.svc"
     join = kept_text(site.out / SECRET, in_secret=True) if site.out is not None else None
-    is_file = Path(job.preset).is_absolute()
+    is_own = job.preset_text is not None
     run = job.name.removeprefix("tandem-")
-    preset = f"/etc/tandem/preset/{Path(job.preset).name}" if is_file else job.preset
+    # A key of a ConfigMap can't have every name that a file can.
+    preset_file = f"{run}.yaml"
+    preset = f"/etc/tandem/preset/{preset_file}" if is_own else job.preset
     head = [
         *("start", preset, "--head"),
         *(_literal(word) for word in job.overrides),
@@ -77,7 +80,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "name": job.name,
         "run": run,
         "command": site.command,
-        "here": "DIR" if site.out is None else str(site.out),
+        "here": "DIR" if site.out is None else shlex.quote(str(site.out)),
         "namespace": site.namespace,
         "image": json.dumps(site.image),
         "nodes": site.nodes,
@@ -99,14 +102,14 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         **_resources("rollout", demands.rollout, site.workers),
         **_resources("learner", demands.learner),
         "join_json": json.dumps(join or text_of(new_join(config, host))),
-        "preset_file": json.dumps(Path(job.preset).name),
-        "preset_text": json.dumps(_text(job.preset)) if is_file else None,
-        "if_preset": "" if is_file else None,
+        "preset_file": preset_file,
+        "preset_text": json.dumps(job.preset_text) if is_own else None,
+        "if_preset": "" if is_own else None,
         "if_shared": "" if shared else None,
         "if_own": None if shared else "",
     }
     names = ["head.yaml", "rollout.yaml", "network.yaml", SECRET]
-    if is_file:
+    if is_own:
         names.append("preset.yaml")
     if shared:
         names += ["claim.yaml", "jobset.yaml" if site.jobset else "learner.yaml"]
@@ -134,13 +137,6 @@ def notes(job: Job) -> list[str]:
 def _literal(word: str) -> str:
     """A word in which Kubernetes replaces nothing."""
     return word.replace("$(", "$$(")
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path} can't be read: {error.strerror}") from None
 
 
 def _resources(kind: str, demand: Demand, count: int = 1) -> dict[str, str | int | None]:

@@ -13,6 +13,7 @@ from .join import kept_text, new_join, port_range, text_of
 from .rendering import Values, render
 
 JOIN = "join.json"
+PRESET = "preset.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,25 +51,30 @@ def task(job: Job, site: Site) -> dict[str, str]:
     sizes = [demands.rollout.gibibytes, *(one.gibibytes for one in asked)]
     known = [size for size in sizes if size is not None]
     memory = max(known[0] * site.workers, *known[1:]) if len(known) == len(sizes) else None
-    preset = Path(job.preset)
-    named = preset.relative_to(Path.cwd()) if preset.is_relative_to(Path.cwd()) else preset
-    head = ["start", str(named), "--head", *job.overrides, f"launch.ports={ports[0]}-{ports[-1]}"]
+    here = "." if site.out is None else str(site.out)
+    # The machines have neither the preset's file nor those that it inherits from.
+    is_own = job.preset_text is not None
+    preset = f'"$HOME/{job.name}.yaml"' if is_own else shlex.quote(job.preset)
+    head = ["--head", *job.overrides, f"launch.ports={ports[0]}-{ports[-1]}"]
     values: Values = {
         "name": job.name,
         "command": site.command,
-        "here": "." if site.out is None else str(site.out),
+        "here": shlex.quote(here),
         "all_nodes": demands.hosts + site.nodes,
         "accelerators": f"{site.gpu}:{gpus}" if gpus else None,
         "cpus": json.dumps(f"{cpus}+"),
         "memory": None if memory is None else json.dumps(f"{memory}+"),
         "image": site.image,
-        "join_file": f"./{JOIN}" if site.out is None else str(site.out / JOIN),
-        "head_words": shlex.join(head),
+        "join_file": json.dumps(f"{here}/{JOIN}"),
+        "preset_file": json.dumps(f"{here}/{PRESET}") if is_own else None,
+        "head_words": f"start {preset} {shlex.join(head)}",
         "hosts": demands.hosts,
         "workers": site.workers,
         "drain": f"{config.launch.drain_seconds:g}",
     }
     made = {"task.yaml": render("skypilot/task.yaml", values, site.templates)}
+    if job.preset_text is not None:
+        made[PRESET] = job.preset_text
     join = None if site.out is None else kept_text(site.out / JOIN, in_secret=False)
     # The head's address is known when it runs: `tandem join-file --from` puts it in.
     return {**made, JOIN: join or text_of(new_join(config, "127.0.0.1"))}

@@ -61,6 +61,7 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
     _check(job, site)
     demands, hosts = job.demands, job.demands.hosts
     run = str(Path(job.config.run.dir or "").absolute())
+    here = str(site.out.absolute())
     drain = f"{site.grace - MARGIN:g}"
     head_words = ["start", job.preset, "--head", *job.overrides]
     if not any(word.startswith("run.dir=") for word in job.overrides):
@@ -71,13 +72,15 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
     common: Values = {
         "name": job.name,
         "command": site.command,
-        "here": str(site.out.absolute()),
-        "partition": site.partition,
-        "account": site.account,
-        "qos": site.qos,
+        "here": shlex.quote(here),
+        # Slurm replaces %j and the like in the names of logs.
+        "logs": _option(here.replace("%", "%%")),
+        "partition": _option(site.partition),
+        "account": _option(site.account),
+        "qos": _option(site.qos),
         "time": site.time,
         "warning": int(site.grace + 60),
-        "directory": str(Path.cwd()),
+        "directory": _option(str(Path.cwd())),
         "tandem": " ".join(map(_quoted, _program(site, run))),
         "join": shlex.quote(f"{run}/join.json"),
         "patience": PATIENCE,
@@ -92,8 +95,10 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
 
     def workers(role: str, what: str, array: str, demand: Demand, count: int, *more: str) -> Values:
         words = ["--role", role, *more, "--drain", drain]
-        logs = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-        folder = "" if site.gang else f' --folder "{site.out.absolute()}/hosts/{role}-{logs}"'
+        # The job's shell replaces its own variables, and nothing of the folder's name.
+        logs = shlex.quote(f"{here}/hosts/{role}-")
+        logs += '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+        folder = "" if site.gang else f" --folder {logs}"
         return {
             **common,
             "file": f"{role}.sbatch",
@@ -195,6 +200,14 @@ def _program(site: Site, run: str) -> list[str]:
 
 def _is_pyxis(container: str | None) -> bool:
     return container is not None and (container.endswith(".sqsh") or "#" in container)
+
+
+def _option(value: str | None) -> str | None:
+    """The value of an ``#SBATCH`` option, as Slurm reads it: backslashes escape, and a blank or a # ends it."""
+    if value is None or re.fullmatch(r"[\w@%+=:,./~-]*", value):
+        return value
+    escaped = re.sub(r'(["\\])', r"\\\1", value)
+    return f'"{escaped}"'
 
 
 def _quoted(word: str) -> str:

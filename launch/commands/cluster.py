@@ -106,7 +106,9 @@ def _made(
     """The files, and what is typed next."""
     from ..run.opened.record import apart
 
-    command = shlex.join(["tandem", "cluster", *(apart(word)[0] for word in sys.argv[2:])])
+    words = ["tandem", "cluster", *(apart(word)[0] for word in sys.argv[2:])]
+    # It stands in a comment, which a second line would leave.
+    command = " ".join(shlex.join(words).splitlines())
     templates = Path(arguments.templates) if arguments.templates else None
     if templates is not None and not templates.is_dir():
         raise DataError(f"--templates {templates} is no folder")
@@ -150,7 +152,7 @@ def _made(
                 **shared,
             ),
         )
-        lines = [f"kubectl apply -k {out}"]
+        lines = [f"kubectl apply -k {shlex.quote(str(out))}"]
         notes = kubernetes.notes(job)
     else:
         from ..cluster import skypilot
@@ -159,7 +161,7 @@ def _made(
             job,
             skypilot.Site(out=out, gpu=arguments.gpu or "H100", image=arguments.image, **shared),
         )
-        lines = [f"sky launch {out}/task.yaml"]
+        lines = [f"sky launch {shlex.quote(str(out))}/task.yaml"]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return made, lines

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
 from ...common.cores import usable_cores
 
+QUERY = ("--query-gpu=index,name,memory.total,uuid", "--format=csv,noheader,nounits")
+UUIDS = ("GPU-", "MIG-")
+"""How UUIDs begin: of a whole GPU, and of a part of one."""
+
+GpuName = int | str
+"""How ``CUDA_VISIBLE_DEVICES`` names a GPU: by its index, or by its UUID."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU."""
+    """One NVIDIA GPU, or a part of one (MIG)."""
 
     index: int
     """The index by which CUDA counts it with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``."""
     name: str
     memory_mb: int
     """Total memory, MiB."""
+    uuid: str = ""
+    by_uuid: bool = False
+    """Whether processes are told its UUID and not its index, which a part of a GPU doesn't have."""
+
+    @property
+    def is_part(self) -> bool:
+        return self.uuid.startswith("MIG-")
+
+    @property
+    def told(self) -> GpuName:
+        """How a process is told that it sees this GPU."""
+        return self.uuid if self.by_uuid else self.index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,44 +76,72 @@ def gpus(deadline: float = 20.0) -> tuple[Gpu, ...]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        listed = subprocess.run(
-            [program, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=deadline,
-            check=True,
-        ).stdout
+        listed = parse_gpus(_answer(program, *QUERY, deadline=deadline))
+        if "MIG-" in (mask or ""):
+            listed += parse_parts(_answer(program, "-L", deadline=deadline))
     except (OSError, subprocess.SubprocessError):
         return ()
-    return visible(parse_gpus(listed), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return visible(listed, mask)
+
+
+def _answer(program: str, *options: str, deadline: float) -> str:
+    return subprocess.run(
+        [program, *options], capture_output=True, text=True, timeout=deadline, check=True
+    ).stdout
 
 
 def parse_gpus(listed: str) -> tuple[Gpu, ...]:
-    """Parses rows ``index, name, MiB`` of nvidia-smi; other rows (a driver's error) are skipped.
+    """Parses rows ``index, name, MiB, UUID`` of nvidia-smi; other rows (a driver's error) are skipped.
 
-    >>> parse_gpus("0, NVIDIA H100 80GB HBM3, 81559")[0].memory_mb
+    >>> parse_gpus("0, NVIDIA H100 80GB HBM3, 81559, GPU-7f57f032")[0].memory_mb
     81559
     """
     parsed = []
     for line in listed.splitlines():
         parts = [part.strip() for part in line.split(",")]
-        if len(parts) == 3 and parts[0].isdigit() and parts[2].isdigit():
-            parsed.append(Gpu(index=int(parts[0]), name=parts[1], memory_mb=int(parts[2])))
+        if len(parts) == 4 and parts[0].isdigit() and parts[2].isdigit():
+            index, name, memory, uuid = parts
+            parsed.append(Gpu(index=int(index), name=name, memory_mb=int(memory), uuid=uuid))
+    return tuple(parsed)
+
+
+def parse_parts(listed: str) -> tuple[Gpu, ...]:
+    """Parses the parts of GPUs (MIG) in the list of ``nvidia-smi -L``, in which they are below their GPUs.
+
+    >>> listed = "GPU 1: NVIDIA H100 (UUID: GPU-7f)\\n  MIG 2g.20gb     Device  0: (UUID: MIG-37)"
+    >>> parse_parts(listed)[0].name
+    'NVIDIA H100 MIG 2g.20gb'
+    """
+    parsed: list[Gpu] = []
+    index, name = 0, ""
+    for line in listed.splitlines():
+        if whole := re.match(r"GPU (\d+): (.*) \(UUID:", line):
+            index, name = int(whole[1]), whole[2]
+        elif part := re.match(r"\s+MIG (\S*?(\d+)gb\S*) .*\(UUID: (MIG-[^)]+)\)", line):
+            parsed.append(
+                Gpu(
+                    index=index,
+                    name=f"{name} MIG {part[1]}",
+                    memory_mb=int(part[2]) << 10,
+                    uuid=part[3],
+                )
+            )
     return tuple(parsed)
 
 
 def visible(gpus: tuple[Gpu, ...], mask: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order; with UUIDs in it, all GPUs stay."""
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order, by indices or by UUIDs or their beginnings."""
     if mask is None:
         return gpus
-    by_index = {str(gpu.index): gpu for gpu in gpus}
     wanted = [word.strip() for word in mask.split(",") if word.strip()]
-    if any(not word.lstrip("-").isdigit() for word in wanted):
-        return gpus[: len(wanted)]
+    by_uuid = any(not word.lstrip("-").isdigit() for word in wanted)
     chosen = []
     for word in wanted:
-        if word not in by_index:
-            break  # CUDA stops at the first index that doesn't exist.
-        chosen.append(by_index[word])
+        found = [gpu for gpu in gpus if word == str(gpu.index) and not gpu.is_part]
+        found += [gpu for gpu in gpus if word.startswith(UUIDS) and gpu.uuid.startswith(word)]
+        if len(found) != 1:
+            break  # CUDA stops at the first word that names no GPU.
+        chosen.append(replace(found[0], by_uuid=by_uuid))
     return tuple(chosen)

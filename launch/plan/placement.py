@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...common.errors import ConfigError
-from .hardware import Machine
+from .hardware import GpuName, Machine
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -19,11 +19,11 @@ step in host memory, roughly."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The GPUs that each process sees, as indices; empty if the run is on CPUs."""
+    """The GPUs that each process sees; empty if the run is on CPUs."""
 
-    learner: tuple[tuple[int, ...], ...]
+    learner: tuple[tuple[GpuName, ...], ...]
     """One entry per rank on the head."""
-    rollout: tuple[tuple[int, ...], ...]
+    rollout: tuple[tuple[GpuName, ...], ...]
     """One entry per worker."""
 
 
@@ -98,14 +98,14 @@ def place(config: Config, machine: Machine) -> Placement:
             f"({machine}): run it where there {'are' if needed > 1 else 'is'} {needed}, lower "
             f"those settings, or try the whole system on CPUs with `tandem start miniature`"
         )
-    return placed(config, [gpu.index for gpu in machine.gpus])
+    return placed(config, [gpu.told for gpu in machine.gpus])
 
 
-def placed(config: Config, indices: Sequence[int]) -> Placement:
-    """Distributes the GPUs with these indices, of which there are enough."""
+def placed(config: Config, gpus: Sequence[GpuName]) -> Placement:
+    """Distributes these GPUs, of which there are enough."""
     ranks, each = config.ranks_per_host, config.rollout.gpus_per_worker
-    rest = indices if config.launch.share_gpu else indices[ranks:]
+    rest = gpus if config.launch.share_gpu else gpus[ranks:]
     return Placement(
-        learner=tuple((index,) for index in indices[:ranks]),
+        learner=tuple((gpu,) for gpu in gpus[:ranks]),
         rollout=tuple(tuple(rest[i * each : (i + 1) * each]) for i in range(workers_of(config))),
     )

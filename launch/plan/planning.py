@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.errors import ConfigError
 from ..wording import human
 from . import memory
-from .hardware import Machine
+from .hardware import GpuName, Machine
 from .memory import Holding
 from .node import Node
 from .node import node as node_for
@@ -40,8 +40,8 @@ class Planned:
 
     name: str
     """The process's name in the registry and the logs, such as ``learner-0``."""
-    gpus: tuple[int, ...]
-    """Indices of the GPUs that it sees."""
+    gpus: tuple[GpuName, ...]
+    """The GPUs that it sees."""
     holding: Holding | None
     """The memory that it would hold; None if the model's sizes aren't known."""
     engine: str | None = None
@@ -73,14 +73,14 @@ class Plan:
     problems: tuple[str, ...]
     """Why it wouldn't fit, on paper."""
 
-    def by_gpu(self) -> dict[int, dict[str, int]]:
+    def by_gpu(self) -> dict[GpuName, dict[str, int]]:
         """GPU to the bytes of every process on it."""
-        by_index: dict[int, dict[str, int]] = {}
+        held: dict[GpuName, dict[str, int]] = {}
         for planned in self.processes:
             for gpu in planned.gpus:
                 if planned.holding is not None:
-                    by_index.setdefault(gpu, {})[planned.name] = planned.holding.total
-        return dict(sorted(by_index.items()))
+                    held.setdefault(gpu, {})[planned.name] = planned.holding.total
+        return held
 
     def host(self) -> int:
         """Bytes of main memory that all processes hold."""
@@ -314,11 +314,11 @@ def _problems(
                     f"rollout.max_new_tokens, or take larger GPUs"
                 )
             break
-    totals: dict[int, int] = {}
+    totals: dict[GpuName, int] = {}
     for one in planned:
         for gpu in one.gpus:
             totals[gpu] = totals.get(gpu, 0) + (one.holding.total if one.holding else 0)
-    for gpu, total in sorted(totals.items()):
+    for gpu, total in totals.items():
         if total > node.memory:
             yield (
                 f"GPU {gpu} would hold {human(total)} of {human(node.memory)}: lower "

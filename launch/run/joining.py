@@ -24,7 +24,7 @@ from ...common.waiting import Wait
 from ...replay.hosts import Failure, Host, HostLink, HostState, Meeting, new_member
 from ...replay.ledger import Ledger
 from ..board.terminal import Terminal
-from ..plan.hardware import machine
+from ..plan.hardware import GpuName, machine
 from ..wording import shown
 from .processes import roles
 from .processes.parts import Interruption, Part, ProcessSpec, Stage, last_lines
@@ -320,7 +320,7 @@ def _code(
     return 75
 
 
-def gpus_of(config: Config, role: str, workers: int | None) -> list[tuple[int, ...]]:
+def gpus_of(config: Config, role: str, workers: int | None) -> list[tuple[GpuName, ...]]:
     """The GPUs of each process that is to run here, one entry a process.
 
     Raises:
@@ -353,7 +353,7 @@ def gpus_of(config: Config, role: str, workers: int | None) -> list[tuple[int, .
         )
     if config.launch.gpus == "none" or not each:
         return [()] * (workers or 1)
-    have = [gpu.index for gpu in machine().gpus]
+    have = [gpu.told for gpu in machine().gpus]
     wanted = workers or max(1, len(have) // each)
     if len(have) < wanted * each:
         if config.launch.gpus == "auto":
@@ -370,7 +370,7 @@ def parts(
     config: Config,
     folder: Path,
     member: str,
-    gpus: Sequence[tuple[int, ...]],
+    gpus: Sequence[tuple[GpuName, ...]],
     link: HostLink,
 ) -> list[Part]:
     """The parts that are kept running here: all ranks of the learner as one, any other process by itself."""
@@ -407,7 +407,12 @@ def parts(
 
 
 def _spec(
-    joining: Joining, config: Config, folder: Path, member: str, index: int, gpus: tuple[int, ...]
+    joining: Joining,
+    config: Config,
+    folder: Path,
+    member: str,
+    index: int,
+    gpus: tuple[GpuName, ...],
 ) -> ProcessSpec:
     """The process with this index, of any role but the learner's."""
     role = joining.role

@@ -42,7 +42,7 @@ def measure(config: Config) -> dict[str, Any]:
     environment = {
         **os.environ,
         **dict.fromkeys(THREAD_VARIABLES, str(threads)),
-        **seeing([gpu.index for gpu in gpus[:1]]),
+        **seeing([gpu.told for gpu in gpus[:1]]),
     }
     before = kills()
     try:

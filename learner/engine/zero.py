@@ -99,4 +99,9 @@ def deepspeed_for(device: torch.device) -> Any:
         known = getattr(deepspeed.ops, "__compatible_ops__", None)
         if isinstance(known, dict):
             known["deepspeed_shm_comm"] = False
+    elif not os.environ.get("CUDA_VISIBLE_DEVICES", "0").replace(",", "").isdigit():
+        # DeepSpeed takes UUIDs for numbers where it asks NVML for the free memory. Without NVML it asks torch.
+        from deepspeed.accelerator import cuda_accelerator
+
+        cuda_accelerator.pynvml = None
     return deepspeed

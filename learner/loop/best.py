@@ -23,6 +23,10 @@ SCORE = "best.json"
 class Best:
     """Exports the weights whenever an evaluation of them is the best so far.
 
+    Only evaluations of equally many problems are compared, which are the same ones. With ``evaluate.limit`` those are
+    the ones in between: the first and the last, of the whole set, are left out. After a change of the limit the best
+    begins anew.
+
     The learner waits for each evaluation (``evaluate.exact``), so it still holds the weights that were
     measured.
 
@@ -31,16 +35,25 @@ class Best:
         metric: ``evaluate.best``: set and figure, as in ``heldout/accuracy``; with a minus in front, the
             smallest value is the best.
         export: writes the present weights to a folder.
+        limit: ``evaluate.limit``.
     """
 
-    def __init__(self, folder: RunFolder, metric: str, export: Callable[[Path], None]) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        metric: str,
+        export: Callable[[Path], None],
+        limit: int | None = None,
+    ) -> None:
         self._folder = folder.best
         self._metrics = folder.metrics
         self._metric = metric
         self._name = metric.removeprefix("-")
         self._sign = -1.0 if metric.startswith("-") else 1.0
         self._export = export
+        self._limit = limit
         self._score = -math.inf
+        self._problems: int | None = None
 
     def begin(self, step: int) -> None:
         """Goes on from what was kept before by the same figure; a model that was best by another one gives way.
@@ -51,6 +64,8 @@ class Best:
         found = best_of(self._folder)
         if found is not None and is_by(found, self._metric):
             self._score = self._sign * float(found["value"])
+            # Earlier versions didn't write of how many problems it was.
+            self._problems = found.get("problems")
         for record in read_parts(self._metrics, log.warning):
             if record.get("step") == step:
                 self.saw(record)
@@ -58,22 +73,42 @@ class Best:
     def saw(self, record: Mapping[str, Any]) -> None:
         """Takes in the record of an evaluation of the present weights."""
         value = record.get(f"eval/{self._name}")
-        if not isinstance(value, int | float) or not self._sign * value > self._score:
+        if not isinstance(value, int | float):
             return
-        self._score = self._sign * value
+        problems = record.get(f"eval/{problems_of(self._name)}")
+        if self._limit is not None and problems is not None and problems > self._limit:
+            log.info(
+                f"{self._name} of step {record['step']} is of {problems} problems: the best model is chosen among "
+                f"evaluations of evaluate.limit={self._limit}"
+            )
+            return
+        if problems is not None and self._problems not in (None, problems):
+            log.info(
+                f"the best {self._name} so far was of {self._problems} problems: it begins anew, of {problems}"
+            )
+            self._score = -math.inf
+        if not self._sign * value > self._score:
+            return
+        self._score, self._problems = self._sign * value, problems
         self._export(self._folder)
         content = {
             "step": record["step"],
             "metric": self._name,
             "smallest": self._sign < 0,
             "value": value,
+            "problems": problems,
         }
         write_atomic(self._folder / SCORE, json.dumps(content) + "\n")
         log.info(f"best {self._name} so far: {value:.4g}; its model is in {self._folder}")
 
 
+def problems_of(name: str) -> str:
+    """The figure that says of how many problems another one is, as in ``heldout/problems``."""
+    return f"{name.partition('/')[0]}/problems"
+
+
 def best_of(folder: Path) -> dict[str, Any] | None:
-    """``step``, ``metric``, ``smallest`` and ``value`` of the best model; None if none is kept."""
+    """``step``, ``metric``, ``smallest``, ``value`` and ``problems`` of the best model; None if none is kept."""
     path = folder / SCORE
     try:
         found = read_object(path.read_bytes(), str(path), DataError)

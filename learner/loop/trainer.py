@@ -108,7 +108,7 @@ class Trainer:
         self._callbacks = Callbacks(store, config)
         self._best: Best | None = None
         if config.evaluate.best is not None:
-            self._best = Best(folder, config.evaluate.best, self._export)
+            self._best = Best(folder, config.evaluate.best, self._export, config.evaluate.limit)
         self._publishing = Publishing(config, leader, self._clock)
         self._step = 0
         self._bad_in_a_row = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ FORMS: dict[str, list[str]] = {
     "pyxis": ["--container", "/images/tandem.sqsh"],
     "hetjob": ["--hetjob", "--nodes", "3"],
     "loopback": ["launch.bind=127.0.0.1"],
+    "words": ["--partition", "two words", "--account", 'lab #1 "x"'],
 }
 
 
@@ -41,6 +43,13 @@ def asked(script: str) -> dict[str, str]:
     """The ``#SBATCH`` options."""
     lines = re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.MULTILINE)
     return dict(lines)
+
+
+def as_slurm_reads(script: str) -> dict[str, str]:
+    """The ``#SBATCH`` options as sbatch takes them apart: quotes, backslashes and comments are a shell's there."""
+    lines = re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)
+    words = [word for line in lines for word in shlex.split(line, comments=True)]
+    return dict(word.removeprefix("--").partition("=")[::2] for word in words)
 
 
 @pytest.mark.parametrize("words", FORMS.values(), ids=list(FORMS))
@@ -89,6 +98,25 @@ def test_a_site_is_asked_for_what_the_user_says(tmp_path: Path):
         assert found["time"] == "2-00:00:00"
     assert asked(made["rollout.sbatch"])["cpus-per-task"] == "3"
     assert "--workers 3" in made["rollout.sbatch"]
+
+
+ODD = """it's $(touch bad) `id` $HOME \\ "x" 50%j #1"""
+
+
+@pytest.mark.parametrize("form", [[], ["--hetjob"]])
+def test_slurm_reads_names_as_they_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: list[str]
+):
+    (tmp_path / ODD).mkdir()
+    monkeypatch.chdir(tmp_path / ODD)
+    named = ["--partition", "two words", "--account", "lab #1", "--qos", 'a"b\\c']
+    for text in scripts(Path("out"), *named, *form).values():
+        found = as_slurm_reads(text)
+        assert found["chdir"] == f"{tmp_path}/{ODD}"
+        assert (found["partition"], found["account"], found["qos"]) == tuple(named[1::2])
+        # %% is Slurm's way of writing %.
+        assert found["output"].startswith(f"{tmp_path}/{ODD}/out/".replace("%", "%%"))
+        assert re.search(r"-(%j|%A_%a)\.log$", found["output"])
 
 
 def test_gpus_are_asked_for_as_the_plan_places_them(tmp_path: Path):
@@ -164,13 +192,13 @@ SCONTROL = '#!/bin/bash\necho "$@" >> "$STAGE/asked"\n'
 class Staged:
     """A script that runs."""
 
-    def __init__(self, tmp_path: Path, file: str, drained: int) -> None:
+    def __init__(self, tmp_path: Path, file: str, drained: int, out: str = "out") -> None:
         self.here = tmp_path
         for name, text in (("tandem-program", PROGRAM), ("scontrol", SCONTROL)):
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
-        scripts(tmp_path / "out", f"run.dir={tmp_path}/run")
-        script = tmp_path / "out" / file
+        scripts(tmp_path / out, f"run.dir={tmp_path}/run")
+        script = tmp_path / out / file
         program = f"tandem=({tmp_path}/tandem-program)"
         script.write_text(re.sub(r"^tandem=\(.*\)$", program, script.read_text(), flags=re.M))
         (tmp_path / "run").mkdir()
@@ -254,6 +282,13 @@ def test_a_run_that_ends_while_its_time_limit_nears_is_not_requeued(
     staged.process.send_signal(signal.SIGUSR1)
     assert staged.process.wait(20) == 0
     assert staged.requeued == []
+
+
+def test_only_the_jobs_own_variables_are_replaced_in_the_folder_of_logs(tmp_path: Path):
+    staged = Staged(tmp_path, "rollout.sbatch", 0, out=ODD)
+    assert staged.end(0) == 0
+    called = (tmp_path / "called").read_text()
+    assert called.endswith(f" --folder {tmp_path}/{ODD}/hosts/rollout-7_2\n")
 
 
 # --- SkyPilot ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 import signal
@@ -27,7 +28,7 @@ from tandem.learner.adapters import identity
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.engine.model_folder import adapter_folder, write_folder
 from tandem.learner.exporting import export
-from tandem.learner.loop.best import Best
+from tandem.learner.loop.best import Best, best_of
 from tandem.learner.resume.checkpoints import Checkpoints
 
 pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.timeout(300)]
@@ -344,6 +345,63 @@ def test_the_runs_own_best_model_is_the_answer_to_its_own_metric(
     assert content(adapter_folder(copied.place)) == content(adapter_folder(run.folder.best))
     # The smallest is another question.
     assert export(run.folder, run.config, best="held/accuracy:min").step == 3
+
+
+def test_only_evaluations_of_the_same_problems_are_compared(
+    kept: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = kept()
+    run.folder.metrics.write_text(json.dumps({"step": 0}) + "\n", encoding="utf-8")
+    caplog.set_level(logging.INFO, "tandem.learner")
+
+    def started(limit: int | None) -> Best:
+        best = Best(run.folder, "held/accuracy", lambda place: place.mkdir(exist_ok=True), limit)
+        best.begin(0)
+        return best
+
+    def best_after(best: Best, step: int, value: float, problems: int) -> int | None:
+        best.saw({"step": step, "eval/held/accuracy": value, "eval/held/problems": problems})
+        found = best_of(run.folder.best)
+        return None if found is None else found["step"]
+
+    best = started(10)
+    # The base model, by the whole set.
+    assert best_after(best, 0, 0.9, 50) is None
+    assert "of step 0 is of 50 problems: the best model is chosen among" in caplog.text
+    assert best_after(best, 1, 0.6, 10) == 1
+    assert best_after(best, 2, 0.5, 10) == 1
+    assert best_after(started(10), 3, 0.5, 10) == 1
+    # Resumed with another limit, and with none.
+    best = started(20)
+    assert best_after(best, 4, 0.4, 20) == 4
+    assert "was of 10 problems: it begins anew, of 20" in caplog.text
+    assert best_after(best, 5, 0.3, 20) == 4
+    best = started(None)
+    assert best_after(best, 6, 0.35, 50) == 6
+    assert best_after(best, 7, 0.38, 50) == 7
+    # A set that is smaller than the limit is whole in every evaluation.
+    best = started(60)
+    assert best_after(best, 8, 0.36, 50) == 7
+    assert best_after(best, 9, 0.39, 50) == 9
+
+
+def test_what_is_told_of_the_best_model_is_of_the_same_problems(kept: Make) -> None:
+    run = kept()
+    run.config = run.config.model_copy(
+        update={"evaluate": run.config.evaluate.model_copy(update={"best": "held/accuracy"})}
+    )
+    best = Best(run.folder, "held/accuracy", lambda place: run.engine.export(place, None), 10)
+    measured = [(1, 0.5, 10), (2, 0.4, 10), (3, 0.45, 50)]
+    records = [
+        {"step": step, "eval/held/accuracy": value, "eval/held/problems": problems}
+        for step, value, problems in [(0, 0.9, 50), *measured]
+    ]
+    for record in records:
+        best.saw(record)
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    run.folder.metrics.write_text(text, encoding="utf-8")
+    found = export(run.folder, run.config, best="held/accuracy")
+    assert (found.step, found.note) == (1, "held/accuracy is 0.5 there.")
 
 
 def test_a_model_that_was_best_by_another_figure_gives_way(kept: Make) -> None:

@@ -120,7 +120,7 @@ def load(name: str, *, beside: Path | None = None, seen: tuple[Path, ...] = ()) 
 
     joined = name.split("+")
     if len(joined) > 1 and not ((beside or Path()) / name).expanduser().exists():
-        place = Path() if any(_is_path(one) for one in joined) else FOLDER
+        place = Path() if is_own(name) else FOLDER
         # No file has this path: it tells one run's presets from another's.
         return replace(_laid(joined, beside, seen), path=place.absolute() / name)
     if _is_path(name):
@@ -203,6 +203,11 @@ def _stages(
         below_it = over(under, own)
         made.append(Stage(name=name, below=below_it, own=one, by_name=tuple(by_name)))
     return tuple(made)
+
+
+def is_own(name: str) -> bool:
+    """Whether a preset, or one of those that are joined by ``+``, is a file of the user's own."""
+    return any(_is_path(one) for one in name.split("+"))
 
 
 def _is_path(name: str) -> bool:

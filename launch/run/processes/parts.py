@@ -20,6 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import IO, Protocol
 
+from ...plan.hardware import GpuName
 from .forked import Forked, Forks
 
 REAP_SECONDS = 10.0
@@ -54,8 +55,8 @@ class Stage(IntEnum):
     REDIS = 5
 
 
-def seeing(gpus: Sequence[int]) -> dict[str, str]:
-    """Variables by which a process sees these GPUs, by their indices, and no other one."""
+def seeing(gpus: Sequence[GpuName]) -> dict[str, str]:
+    """Variables by which a process sees these GPUs and no other one."""
     return {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ....common.cores import usable_cores
 from ....common.run_folder import RunFolder
 from ...host.redis_server import choose_port
+from ...plan.hardware import GpuName
 from ...plan.placement import (
     Placement,
     learner_threads,
@@ -123,7 +124,7 @@ def ranks_of(
     where: Sequence[str],
     logs: Path,
     config: Config,
-    gpus: Sequence[Sequence[int]],
+    gpus: Sequence[Sequence[GpuName]],
     *,
     host: int,
     address: str,
@@ -224,7 +225,7 @@ def _role(
     index: int,
     *,
     threads: int = 1,
-    gpus: Sequence[int] = (),
+    gpus: Sequence[GpuName] = (),
 ) -> ProcessSpec:
     where = ("--run", str(folder.path))
     return of_role(where, folder.logs, name, f"{name}-{index}", threads=threads, gpus=gpus)
@@ -238,7 +239,7 @@ def of_role(
     extra: Sequence[str] = (),
     *,
     threads: int = 1,
-    gpus: Sequence[int] = (),
+    gpus: Sequence[GpuName] = (),
     alone: bool = False,
 ) -> ProcessSpec:
     """Specification of one process of a role, on the run's own host or another one.

@@ -2,25 +2,101 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tandem.common.errors import ConfigError
+from tandem.common.run_folder import RunFolder
 from tandem.launch.host import preflight
-from tandem.launch.plan import hardware, placement
+from tandem.launch.plan import hardware, placement, planning
 from tandem.launch.plan.hardware import Gpu, Machine
+from tandem.launch.plan.node import node
+from tandem.launch.run.joining import gpus_of
 from tandem.launch.run.opened.presets import load
+from tandem.launch.run.processes import roles
+from tandem.launch.run.processes.parts import seeing
 from tandem.rollout.vllm import vllm_version
 
 EIGHT = tuple(Gpu(index=i, name="H100", memory_mb=81559) for i in range(8))
 
 
 def test_gpus_are_read_from_nvidia_smi_and_masked() -> None:
-    listed = hardware.parse_gpus("0, NVIDIA H100 80GB HBM3, 81559\n1, NVIDIA H100, 81559\nerror\n")
+    listed = hardware.parse_gpus(
+        "0, NVIDIA H100 80GB HBM3, 81559, GPU-a\n1, NVIDIA H100, 81559, GPU-b\nerror\n"
+    )
     assert [gpu.index for gpu in listed] == [0, 1]
     assert [gpu.index for gpu in hardware.visible(listed, "1")] == [1]
     assert hardware.visible(listed, "") == ()
     assert hardware.visible(listed, "7,0") == ()
     assert hardware.visible(listed, None) == listed
+
+
+WHOLE = [f"GPU-{n}{n}57f032-34ab-a064-c37c-7a4f75601cc5" for n in range(6)]
+PARTS = ["MIG-377e0049-554c-540b-93c6-d0976f8426cb", "MIG-f39aa248-6f1b-5769-b119-8d650bb34b27"]
+
+
+@pytest.fixture
+def six(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with six GPUs, of which the first is in two parts."""
+    rows = "\n".join(f"{i}, NVIDIA H100, 81559, {uuid}" for i, uuid in enumerate(WHOLE))
+    below = [
+        f"  MIG {3 - i}g.{40 - 20 * i}gb     Device  {i}: (UUID: {u})" for i, u in enumerate(PARTS)
+    ]
+    listed = [f"GPU {i}: NVIDIA H100 (UUID: {uuid})" for i, uuid in enumerate(WHOLE)]
+    tree = "\n".join([listed[0], *below, *listed[1:]])
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f'#!/bin/sh\ncase "$1" in\n-L) echo "{tree}";;\n'
+        f'--query-gpu=index,name,memory.total,uuid) echo "{rows}";;\n*) exit 6;;\nesac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        ("4,5", ["4", "5"]),
+        ("5,4", ["5", "4"]),
+        (f"{WHOLE[3]},{WHOLE[1]}", [WHOLE[3], WHOLE[1]]),
+        # CUDA takes the beginning of a UUID, vLLM doesn't.
+        ("GPU-33, GPU-11", [WHOLE[3], WHOLE[1]]),
+        (f"2,{WHOLE[1]}", [WHOLE[2], WHOLE[1]]),
+        (f"{PARTS[1]},{PARTS[0]}", [PARTS[1], PARTS[0]]),
+    ],
+)
+def test_processes_see_the_gpus_that_the_mask_names(
+    six: pytest.MonkeyPatch, tmp_path: Path, mask: str, seen: list[str]
+) -> None:
+    six.setenv("CUDA_VISIBLE_DEVICES", mask)
+    there = hardware.machine()
+    config = load("miniature").resolve(["launch.gpus=required"])
+    placed = placement.place(config, there)
+    folder = RunFolder(tmp_path)
+    (rank,) = roles.learner(config, folder, placed, "1")
+    (worker,) = roles.rollout(config, folder, placed)
+    asked = [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in (rank, worker)]
+    assert asked == seen
+    # A host that joins the run.
+    assert [seeing(gpus)["CUDA_VISIBLE_DEVICES"] for gpus in gpus_of(config, "rollout", 2)] == seen
+    plan = planning.make("", config, node(there, needed=2), placed)
+    assert [str(gpu) for gpu in plan.by_gpu()] == seen
+
+
+def test_a_part_of_a_gpu_has_the_parts_memory(six: pytest.MonkeyPatch) -> None:
+    six.setenv("CUDA_VISIBLE_DEVICES", PARTS[1])
+    (part,) = hardware.gpus()
+    assert (part.name, part.memory_mb) == ("NVIDIA H100 MIG 2g.20gb", 20 << 10)
+
+
+@pytest.mark.parametrize("mask", ["GPU-77", "NoDevFiles", "GPU-", "MIG-9", "-1", "6"])
+def test_a_mask_that_names_no_gpu_leaves_none(six: pytest.MonkeyPatch, mask: str) -> None:
+    six.setenv("CUDA_VISIBLE_DEVICES", mask)
+    assert hardware.gpus() == ()
+    six.setenv("CUDA_VISIBLE_DEVICES", f"{WHOLE[1]},{mask},{WHOLE[2]}")
+    assert [gpu.told for gpu in hardware.gpus()] == [WHOLE[1]]
 
 
 def test_the_learner_gets_the_first_gpus_and_the_engines_the_next() -> None:
