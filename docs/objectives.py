@@ -108,12 +108,24 @@ row m is about 7, hence 1.1e-4. Its mean is over own and expert tokens (`entropy
 """
 
 
+REPLAYED = """## ExGRPO's successes
+
+With `exgrpo` and `expert.per_group=1` a run brings its own past successes back as rows of groups, in the places of expert traces;
+the data need none. Of the first group of a problem in which some but not all samples were right, the right one of least
+perplexity is kept, with the log-probs that it was sampled with. When the problem's turn comes again, the success is a row of
+its group, beside G - 1 fresh samples, with the chance N(k; G/2, 1)/N(G/2; G/2, 1), where k of its samples were right the last time
+that any was. A problem of which all samples were right gives its success up for good. Nothing comes back before a step's share of
+right samples has reached `replay_from`. The paper draws half of each batch from its buffer by these weights, and picks among
+several successes the one of least entropy under the current policy; here a problem comes in its turn, once a pass, so `exgrpo`
+wants runs of several passes.
+"""
+
+
 ALONE = """## Functions without a key
 
 [`tandem.learner.recipes`](../learner/recipes/) has functions for scripts and notebooks which no run calls:
 padded batches and each step of a plain GRPO or SFT loop, LUFFY's loss as its code computes it, and ExGRPO's
-draws. The ledger brings no past successes back. `exgrpo` is therefore refused as a run's objective; its loss can be
-called.
+draws of whole buckets.
 """
 
 
@@ -162,8 +174,6 @@ def summary(kind: type[ObjectiveConfig]) -> str:
 def told(name: str, entry: type[ObjectiveConfig]) -> str:
     """The part of the page about one objective."""
     lines = [f"### {name}", "", summary(entry) + (" *fresh*" if entry.fresh else ""), ""]
-    if entry.missing:
-        lines += [f"Refused for now: it needs {entry.missing}.", ""]
     lines += ["```text", entry.equation, "```", ""]
     lines.append(f"- **when**: {entry.use}")
     lines.append(f"- **source**: {entry.source}")
@@ -186,8 +196,7 @@ def page() -> str:
     parts = [HEAD]
     overview = ["| name | what it is |", "|---|---|"]
     for name, entry in OBJECTIVES.items():
-        refused = " Refused for now." if entry.missing else ""
-        overview.append(f"| [{name}](#{name}) | {summary(entry)}{refused} |")
+        overview.append(f"| [{name}](#{name}) | {summary(entry)} |")
     parts.append("\n".join([*overview, ""]))
     for family, kinds in FAMILIES.items():
         parts.append(f"## {family}\n")
@@ -195,6 +204,7 @@ def page() -> str:
     _, _, code = EXAMPLE.read_text(encoding="utf-8").partition('"""\n\n')
     parts.append(OWN.replace("@EXAMPLE@", code))
     parts.append(SCALE)
+    parts.append(REPLAYED)
     parts.append(ALONE)
     rows = ["## Keys", "", "| key | default | meaning |", "|---|---|---|"]
     for key, (default, meaning) in keys().items():

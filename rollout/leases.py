@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ..common.config import Config
+from ..common.config.checks.choices import replays_own
 from ..common.errors import StoreError
 from ..common.records import ENVIRONMENT, Group, Problem, SamplingParams, Version
+from ..replay.experience import Experience
 from ..replay.ledger import Ledger
 from ..replay.ledger_records import Lease, LeaseReply
 from ..replay.rules.mixing import choose_traces
@@ -162,12 +164,16 @@ class Leases:
         for name in wanted:
             self._problems.move_to_end(name)
         expert, seed = self._config.expert, self._config.run.seed
-        chosen = {
-            lease.group_id: choose_traces(
-                self._problems[lease.problem_id], seed, lease.group_id, expert.per_group
-            )
-            for lease in leases
-        }
+        if replays_own(self._config):
+            asked = {lease.group_id: lease.problem_id for lease in leases}
+            chosen = Experience(self._runs).chosen(asked, seed) if asked else {}
+        else:
+            chosen = {
+                lease.group_id: choose_traces(
+                    self._problems[lease.problem_id], seed, lease.group_id, expert.per_group
+                )
+                for lease in leases
+            }
         begins: dict[str, Prefixes] = {}
         if expert.prefix is not None:
             names = list(dict.fromkeys(name for some in chosen.values() for name in some))

@@ -108,12 +108,14 @@ class ExGrpo(Expert, Clipped):
     name: Literal["exgrpo"] = "exgrpo"
     replay_share: Share = 0.5
     """Weight ρ in exgrpo of the groups with a replayed row."""
+    replay_from: Share = 0.35
+    """Share of right samples in a step from which on exgrpo brings successes back."""
 
     equation = "L = (1 − ρ) L_GRPO(fresh groups) + ρ L_LUFFY(groups with a replayed row), w* = π_θ/π_past as recorded"
-    source = "arXiv 2510.02245; buckets as in its code: tandem.learner.recipes.as_published.bucket_weights"
+    source = "arXiv 2510.02245; a problem comes in its turn, and with its success by the weights of the paper's buckets"
     use = "Hard problems that the model has solved before and seldom solves again."
     unit = "group"
-    missing = "own past successes, which no ledger brings back yet: choose luffy with expert.per_group=1 for traces, or grpo"
+    replays = True
 
 
 @dataclass(frozen=True, kw_only=True)

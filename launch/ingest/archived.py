@@ -69,6 +69,7 @@ class ArchiveReader:
         grader: grades samples anew, where a source asks for that.
         doing: called for every group with what is being done.
         alone: whether the run trains on stored responses alone.
+        traces: whether it uses any.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class ArchiveReader:
         doing: Callable[[str], None],
         *,
         alone: bool,
+        traces: bool,
     ) -> None:
         self._config = config
+        self._traces = traces
         self._alone = alone
         self._pairs_up = alone and config.learner.objective.rejects
         self._digest = digest
@@ -262,7 +265,7 @@ class ArchiveReader:
                 name = sample.verdict.value
                 counts.refused_traces[name] = counts.refused_traces.get(name, 0) + 1
         if not self._alone:
-            made.add(one.group, accepted if self._config.expert.per_group else ())
+            made.add(one.group, accepted if self._traces else ())
             return
         for sample in accepted:
             made.add(one.group, (sample,))

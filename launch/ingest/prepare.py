@@ -28,7 +28,7 @@ from .archived import of_archive
 from .counts import SourceCounts
 from .pack import NAME as PACKED
 from .pack import packed
-from .rows import SourceReader, trains_on_traces
+from .rows import SourceReader, needs_traces, trains_on_traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ def prepare(
         )
     if trains_on_traces(config) and config.learner.objective.rejects:
         _check_pairs(config, problems)
-    if config.expert.per_group and not traces and config.learner.source == "ledger":
+    if needs_traces(config) and not traces and config.learner.source == "ledger":
         raise DataError(
             f"expert.per_group={config.expert.per_group} needs expert traces, and no source has "
             f"one{_left_out(counts, names)}: add a source with targets, or set expert.per_group=0"

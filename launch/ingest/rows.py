@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
+from ...common.config.checks.choices import replays_own
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, FinishReason, Problem, Verdict
 from ...replay.forms import Content, DataRow, RowError, read_rows
@@ -44,8 +45,8 @@ def trains_on_traces(config: Config) -> bool:
 
 
 def needs_traces(config: Config) -> bool:
-    """Whether expert traces are used at all; if not, they needn't be graded."""
-    return config.expert.per_group > 0 or trains_on_traces(config)
+    """Whether the data's expert traces are used at all; if not, they needn't be graded."""
+    return (config.expert.per_group > 0 and not replays_own(config)) or trains_on_traces(config)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +125,7 @@ class SourceReader:
             archives = ArchiveReader(
                 *(self._config, self._tokenizer, self._digest, self._grader, self._doing),
                 alone=trains_on_traces(self._config),
+                traces=needs_traces(self._config),
             )
             return *archives.read(source, file, counts), counts
         refuse_archive_keys(source)

@@ -18,11 +18,13 @@ from msgspec.structs import replace
 from ...common.config import Config
 from ...common.errors import DataError, StoreError
 from ...common.models import read_model_config
+from ...common.objectives.experts import ExGrpo
 from ...common.records import ExpertTrace, Group, Sample
 from ...common.seeds import keyed_generator
 from ...replay import archive
 from ...replay.archive import ArchivedGroup
 from ...replay.evaluating.held_out import held_out
+from ...replay.experience import Experience
 from ...replay.ledger import Ledger
 from ...replay.ledger_records import Row, Waiting
 from ...replay.rules import leases
@@ -138,11 +140,21 @@ class TraceCache:
 
 
 class LedgerSource(BatchSource):
-    """Rows of graded groups, cut by the ledger."""
+    """Rows of graded groups, cut by the ledger.
 
-    def __init__(self, ledger: Ledger, runs: RunStore) -> None:
+    Args:
+        ledger: the run's.
+        runs: has the traces.
+        replays_from: the share of right samples in a step from which on own successes come back; None = they don't.
+    """
+
+    def __init__(
+        self, ledger: Ledger, runs: RunStore, *, replays_from: float | None = None
+    ) -> None:
         self._ledger = ledger
         self._traces = TraceCache(runs)
+        self._experience = Experience(runs)
+        self._replays_from = replays_from
         self._bytes: dict[int, int] = {}  # of the samples of each step that was taken
         settings = ledger.settings
         groups = (settings.passes or 0) * ledger.order.pass_length
@@ -178,14 +190,37 @@ class LedgerSource(BatchSource):
         groups: list[MixedGroup] = []
         if not row.quarantined:
             fetched = self._ledger.fetch(row)
-            traces = self._traces.get([name for entry in row.ids for name in entry.trace_ids])
+            traces = self._read([name for entry in row.ids for name in entry.trace_ids])
             groups = [
-                mixed(group, [traces[name] for name in entry.trace_ids], entry.replaced)
+                mixed(
+                    group,
+                    [traces[name] for name in entry.trace_ids if name in traces],
+                    entry.replaced,
+                )
                 for group, entry in zip(fetched, row.ids, strict=True)
             ]
+            if self._replays_from is not None:
+                self._experience.learn(row.step, fetched, self._replays_from)
         return StepBatch(
             step=row.step, row=row.to_dict(), groups=groups, quarantined=bool(row.quarantined)
         )
+
+    def _read(self, names: Sequence[str]) -> dict[str, ExpertTrace]:
+        """Traces by id. Of own successes some may be lacking, if Redis lost its last second: the data don't have
+        them to be put again."""
+        try:
+            return self._traces.get(names)
+        except StoreError:
+            if self._replays_from is None:
+                raise
+            there = self._experience.there(names)
+            lost = sorted(set(names) - there)
+            if not lost:
+                raise
+            log.warning(
+                f"Redis lost {len(lost)} past success(es), which their groups do without: {', '.join(lost[:5])}"
+            )
+            return self._traces.get([name for name in names if name in there])
 
     def confirm(self, step: int, term: int) -> None:
         self._ledger.confirm(step, term)
@@ -413,7 +448,12 @@ def _later(sample: Sample, steps: int) -> Sample:
 def source_of(config: Config, ledger: Ledger, runs: RunStore) -> BatchSource:
     """The source of batches that the run's config names."""
     if config.learner.source == "ledger":
-        return LedgerSource(ledger, runs)
+        objective = config.learner.objective
+        return LedgerSource(
+            ledger,
+            runs,
+            replays_from=objective.replay_from if isinstance(objective, ExGrpo) else None,
+        )
     if config.data.archive is not None:
         return ArchiveSource(config, Path(config.data.archive))
     return OfflineSource(config, runs)

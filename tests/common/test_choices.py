@@ -44,7 +44,7 @@ def test_one_sample_a_group_is_enough_where_no_rows_are_compared(name: str):
     assert config.learner.objective.least_verdicts == 1
 
 
-WIRED = [name for name, entry in OBJECTIVES.items() if not entry.missing]
+WIRED = list(OBJECTIVES)
 
 
 @pytest.mark.parametrize("name", sorted(set(WIRED) - COMPARES_NO_ROWS))
@@ -98,9 +98,12 @@ def test_max_rl_takes_no_kl_out_of_the_rewards_whose_mean_it_divides_by():
 # -- objectives ------------------------------------------------------------------------------------
 
 
-def test_an_objective_that_no_run_can_train_with_is_refused():
-    with pytest.raises(ConfigError, match="choose luffy"):
-        build(named("exgrpo"), FRESH)
+def test_own_successes_need_the_place_of_one_row():
+    assert "expert.per_group=0: set it to 1" in str(start(named("exgrpo")))
+    assert "expert.per_group=2: set it to 1" in str(start(named("exgrpo"), "expert.per_group=2"))
+    one = (named("exgrpo"), "expert.per_group=1", "learner.micro_batch_tokens=99999")
+    assert "set it to null" in str(start(*one, "expert.prefix=fixed"))
+    assert start(*one) is None
 
 
 @pytest.mark.parametrize("name", WIRED)
@@ -464,10 +467,10 @@ def test_what_has_an_effect_is_started(overrides: list[str]):
 
 def test_a_stored_config_is_read_whatever_is_refused_today():
     tree = build(FRESH).model_dump(mode="json")
-    tree["learner"]["objective"]["name"] = "exgrpo"
-    with pytest.raises(ConfigError, match="exgrpo needs"):
+    tree["rollout"]["group_size"] = 1
+    with pytest.raises(ConfigError, match=r"raise rollout\.group_size"):
         c.build(tree)
-    assert c.read_config(yaml.safe_dump(tree)).learner.objective.name == "exgrpo"
+    assert c.read_config(yaml.safe_dump(tree)).rollout.group_size == 1
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

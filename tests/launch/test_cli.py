@@ -172,7 +172,7 @@ REFUSED = [
     (["offline", "miniature-sft", "learner.objective.name=grpo"], "choose one of"),
     (["offline", "miniature-sft", "learner.objective.name=dpo"], "choose one of"),
     (["start", "miniature", "learner.objective.name=ppo"], "set expert.per_group=0"),
-    (["start", "miniature", "learner.objective.name=exgrpo"], "choose luffy"),
+    (["start", "miniature-easy", "learner.objective.name=exgrpo"], "expert.per_group=0: set it to 1"),
     (["start", "miniature", "learner.micro_batch_tokens=84"], "raise it to at least 85"),
     (
         ["start", "miniature-easy", "learner.objective.name=reinforce", "replay.max_staleness=0",

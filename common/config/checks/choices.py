@@ -65,11 +65,20 @@ def _online(config: Config) -> bool:
     return config.learner.source == "ledger"
 
 
-def _missing(config: Config) -> str | None:
-    objective = config.learner.objective
-    if not objective.missing:
+def replays_own(config: Config) -> bool:
+    """Whether own past successes come back as rows of groups, in the places of expert traces."""
+    return config.learner.objective.replays and _online(config)
+
+
+def _replayed(config: Config) -> str | None:
+    if not replays_own(config):
         return None
-    return f"learner.objective.name={objective.name} needs {objective.missing}"
+    said = f"learner.objective.name={config.learner.objective.name} brings one own past success into a group, and "
+    if config.expert.per_group != 1:
+        return f"{said}expert.per_group={config.expert.per_group}: set it to 1"
+    if config.expert.prefix is not None:
+        return f"{said}expert.prefix={config.expert.prefix} cuts it: set it to null"
+    return None
 
 
 def _group_baseline(config: Config) -> str | None:
@@ -144,7 +153,6 @@ def _dynamic_sampling(config: Config) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    _missing,
     _dynamic_sampling,
     environments,
     _traces_after_grading,
@@ -465,6 +473,7 @@ START_RULES: tuple[Rule, ...] = (
     _evaluations,
     _best,
     _twice,
+    _replayed,
     _attention,
     _kernels,
 )

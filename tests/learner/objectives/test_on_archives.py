@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tandem.common.errors import ConfigError, DataError
+from tandem.common.errors import DataError
 from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import FinishReason, Source
 from tandem.launch.cli import main
@@ -123,7 +123,7 @@ def is_refused(config: Any) -> bool:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("kind", ARCHIVES)
-@pytest.mark.parametrize("name", [name for name, one in OBJECTIVES.items() if not one.missing])
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_is_not_refused_moves_the_parameters(
     name: str, kind: str, made_up: ModuleType, model: Path, tmp_path: Path
 ) -> None:
@@ -172,17 +172,6 @@ def test_max_rl_learns_nothing_where_the_mean_reward_is_not_above_0(
         config = config_of(made_up, folder, model, {"name": name})
         assert moves(made_up, config) is not refused
         assert is_refused(config) is refused
-
-
-@pytest.mark.parametrize("name", [name for name, one in OBJECTIVES.items() if one.missing])
-def test_what_no_run_has_is_refused_by_name(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ("learner.source=offline", "data.archive=a", f"learner.objective.name={name}")
-    assert main(["offline", "miniature", *words]) == ConfigError.exit_code
-    assert f"learner.objective.name={name} needs" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def changed(folder: Path, **values: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tandem.common.errors import DataError
+from tandem.common.errors import DataError, StoreError
 from tandem.common.records import Verdict, Version
 from tandem.learner.metrics.reports import describe, text_of
 from tandem.learner.resume.journal import Journal
@@ -93,6 +93,30 @@ def test_a_row_of_the_ledger_comes_with_its_traces(run: Any) -> None:
     first = text_of(1, batch.groups[0])
     assert first["group_id"] == "0-0"
     assert {"prompt", "gold", "rows", "problem_id", "worker"} <= first.keys()
+
+
+def test_successes_that_redis_lost_are_left_out_and_told(
+    run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trace of the data isn't: it can be put again."""
+    term = run.ledger.new_term()
+    run.work()
+    fetch = LedgerSource(run.ledger, run.runs, replays_from=2.0).take(1, term)
+    while isinstance(fetch, Waiting):
+        fetch = LedgerSource(run.ledger, run.runs, replays_from=2.0).take(1, term)
+    own = LedgerSource(run.ledger, run.runs).take(1, term)
+    assert not isinstance(own, Waiting)
+    names = [name for mixed in fetch().groups for name in mixed.group.trace_ids]
+    assert names
+    store = run.ledger.store
+    store.redis.hdel(store.key("traces"), names[0])
+    again = LedgerSource(run.ledger, run.runs, replays_from=2.0).take(1, term)
+    assert not isinstance(again, Waiting)
+    used = [trace.trace_id for mixed in again().groups for trace in mixed.traces]
+    assert used == names[1:]
+    assert f"do without: {names[0]}" in caplog.text
+    with pytest.raises(StoreError, match="1 traces aren't in Redis"):
+        own()
 
 
 def test_where_all_failed_a_trace_takes_the_place_of_an_own_sample(
