@@ -311,3 +311,32 @@ def test_an_argument_that_is_a_command_needs_no_braces(answer: str, gold: str) -
 def test_values_that_the_gold_names_are_not_right_when_they_are_swapped(answer: str) -> None:
     assert decided(answer, "x=3, y=4") == "wrong"
     assert decided("(3,4)", "x=3, y=4") == "correct"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("(1,\\sqrt2)", "x=1, y=\\sqrt{2}", True),
+        ("(\\sqrt2,1)", "x=1, y=\\sqrt{2}", False),
+        ("2\\sqrt2, 1", "x=1, y=\\sqrt{8}", False),
+        ("y=2\\sqrt2, x=1", "x=1, y=\\sqrt{8}", True),
+        ("(1,\\pm\\sqrt2)", "x=1, y=\\pm\\sqrt{2}", True),
+        ("(2\\ln 2, \\frac12)", "a=\\frac{1}{2}, b=\\ln 4", False),
+        ("(5, 2\\sqrt2)", "x=5\\text{ cm}, y=\\sqrt{8}\\text{ cm}", True),
+        ("(x,y)=(1,2\\sqrt2)", "x=1, y=\\sqrt{8}", True),
+        ("(x,y)=(2\\sqrt2,1)", "x=1, y=\\sqrt{8}", False),
+        ("(x,y)=(2,1)", "x=1, y=2", False),
+        ("(y,x)=(2,1)", "x=1, y=2", True),
+        ("(\\frac{\\pi}{3},1)", "(a,b)=(\\pi/3,1)", True),
+        ("(1,\\frac{\\pi}{3})", "(a,b)=(\\pi/3,1)", False),
+        ("y=2\\sqrt2, x=1", "(1,\\sqrt{8})", True),
+        ("y=1, x=2\\sqrt2", "(1,\\sqrt{8})", False),
+        ("m=2, b=3", "(2,3)", True),
+        ("x=2\\sqrt2, y=1", "1, \\sqrt{8}", True),
+        ("x=2, 1", "x=1, 2", True),
+    ],
+)
+def test_values_with_names_are_compared_in_the_places_of_the_names(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
