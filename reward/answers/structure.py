@@ -129,7 +129,21 @@ def collection(text: str) -> Collection | None:
         return None
     if not parts or parts == [""]:
         return None
+    if kind in ("", "{"):
+        parts = _rows(parts) or parts
     return Collection(kind, tuple(parts))
+
+
+def _rows(parts: list[str]) -> list[str] | None:
+    """``(x=2,y=3)`` and ``(x=3,y=2)`` for ``x=2, y=3, x=3, y=2``; None for anything else."""
+    names, _ = _unnamed(tuple(parts))
+    each = len(set(names))
+    if "" in names or each < 2 or each == len(names) or len(names) % each:
+        return None
+    places = range(0, len(names), each)
+    if any(set(names[place : place + each]) != set(names) for place in places):
+        return None
+    return [f"({','.join(parts[place : place + each])})" for place in places]
 
 
 def _named_each(names: str, values: str) -> Collection | None:
@@ -240,6 +254,29 @@ def pairs_by_name(answer: str, gold: str) -> list[tuple[str, str]] | None:
         return None
     pairs = _by_name(ours, theirs)
     return None if pairs is None else [(a, b) for a, b in pairs if not _same_part(a, b)]
+
+
+def as_tuples(answer: str, gold: str) -> tuple[str, str]:
+    """Both texts, with ``(2, 3), (3, 2)`` for ``x=2, y=3 or x=3, y=2``, in one order of the names."""
+    listed = [collection(normalise(text)) for text in (answer, gold)]
+    rows = [[_row(part) for part in one.parts] if one is not None else [] for one in listed]
+    named = [row for of_one in rows for row in of_one if all(of_one)]
+    if not named or any(set(row) != set(named[-1]) for row in named):
+        return answer, gold
+    order = list(named[-1])
+    texts = []
+    for text, of_one in zip((answer, gold), rows, strict=True):
+        if of_one and all(of_one):
+            text = ", ".join(f"({', '.join(row[name] for name in order)})" for row in of_one)
+        texts.append(text)
+    return texts[0], texts[1]
+
+
+def _row(part: str) -> dict[str, str]:
+    """The values of ``(x=2,y=3)`` by name; empty for anything else."""
+    listed = collection(part)
+    names, values = _unnamed(listed.parts) if listed is not None else ([], [])
+    return dict(zip(names, values, strict=True)) if all(names) else {}
 
 
 def compare_collections(answer: Collection, gold: Collection) -> bool | None:

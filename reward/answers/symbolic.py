@@ -55,7 +55,7 @@ from sympy.logic.boolalg import Boolean
 
 from .latex import prepare
 from .spelling import plain
-from .structure import pairs_by_name
+from .structure import as_tuples, pairs_by_name
 from .tolerances import DECIMAL, FLOAT_EQUAL, FLOAT_ROUNDED, PERCENT, close
 
 # It warns that its own timeouts are off, and of each formula that it can't read.
@@ -110,6 +110,7 @@ def compare(answer: str, gold: str) -> str:
     by_name = _by_name(answer, gold)
     if by_name is not None:
         return by_name
+    answer, gold = as_tuples(answer, gold)
     golds = _parse_gold(gold)
     if not golds:
         return GOLD_UNPARSABLE

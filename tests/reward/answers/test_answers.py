@@ -340,3 +340,25 @@ def test_values_with_names_are_compared_in_the_places_of_the_names(
     answer: str, gold: str, right: bool
 ) -> None:
     assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("(2,3),(3,2)", "x=2,y=3 \\text{ or } x=3,y=2", True),
+        ("(3,2),(2,3)", "x=2,y=3; x=3,y=2", True),
+        ("x=2,y=3 \\text{ or } x=3,y=2", "(2,3),(3,2)", True),
+        ("y=3,x=2 \\text{ or } y=2,x=3", "x=2,y=3 \\text{ or } x=3,y=2", True),
+        ("x=2,y=2 \\text{ or } x=3,y=3", "x=2,y=3 \\text{ or } x=3,y=2", False),
+        ("x=2,y=2 \\text{ or } x=3,y=3", "(2,3),(3,2)", False),
+        ("x=2,y=3", "x=2,y=3 \\text{ or } x=3,y=2", False),
+        ("x=1,y=2\\sqrt2 \\text{ or } x=3,y=4", "(1,\\sqrt{8}),(3,4)", True),
+        ("(1,2\\sqrt2),(3,4)", "x=1,y=\\sqrt{8} \\text{ or } x=3,y=4", True),
+        ("y=2\\sqrt2,x=1;y=4,x=3", "x=1,y=\\sqrt{8} \\text{ or } x=3,y=4", True),
+        ("x=1,y=4 \\text{ or } x=3,y=2\\sqrt2", "x=1,y=\\sqrt{8} \\text{ or } x=3,y=4", False),
+    ],
+)
+def test_solutions_of_several_unknowns_are_compared_one_by_one(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
