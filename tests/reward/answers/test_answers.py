@@ -362,3 +362,14 @@ def test_solutions_of_several_unknowns_are_compared_one_by_one(
     answer: str, gold: str, right: bool
 ) -> None:
     assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["8\\text{ squared}", "8\\text{ halves}", "8 halves", "8 eighths", "8\\text{ tenths}", "8 tens",
+     "8\\text{ at most}", "8\\text{ at least}"],
+)  # fmt: skip
+def test_words_that_make_another_value_of_a_number_are_no_unit(answer: str) -> None:
+    assert (decided(answer, "8") or symbolic.compare(answer, "8")) == "wrong"
+    assert decided("8\\text{ units squared}", "8") == "correct"
+    assert decided("8 s", "8") == "correct"
