@@ -373,3 +373,18 @@ def test_words_that_make_another_value_of_a_number_are_no_unit(answer: str) -> N
     assert (decided(answer, "8") or symbolic.compare(answer, "8")) == "wrong"
     assert decided("8\\text{ units squared}", "8") == "correct"
     assert decided("8 s", "8") == "correct"
+
+
+@pytest.mark.parametrize("answer", ["Option B", "\\text{Option B}", "Choice (B)", "answer: B"])
+def test_an_option_may_be_called_one(answer: str) -> None:
+    assert decided(answer, "B") == "correct"
+    assert decided(answer, "C") == "wrong"
+    assert decided(answer, "Option B") == "correct"
+    for name in ("choice", "mmlu_pro"):
+        found = modes.mode(name).read(f"So it is \\boxed{{{answer}}}.", "", False)
+        assert found.answer == "B"
+
+
+@pytest.mark.parametrize("answer", ["Option B or C", "Options B and C", "Options B", "option Big"])
+def test_what_is_called_an_option_is_one_letter(answer: str) -> None:
+    assert (decided(answer, "B") or symbolic.compare(answer, "B")) != "correct"
