@@ -78,6 +78,12 @@ _MORE_THAN_UNITS = re.compile(
 _DEGREES = re.compile(r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|°)\s*[CF]?$")
 _WORD_UNITS = re.compile(rf"\s*{UNIT_WORDS}", re.IGNORECASE)
 _LETTER_UNIT = re.compile(rf"(?<![A-Za-z]) ?[{LETTERS}](?: ?\^ ?(?:\{{ ?[23] ?\}}|[23]))?$")
+_RATE = re.compile(
+    r"\s*\bper (?!cent\b)[A-Za-z]{1,12}\.?$|\s*\\text ?\{ ?per (?!cent\b)[A-Za-z]{1,12} ?\}$"
+    r"|\s*/ ?\\(?:text|mathrm) ?\{ ?[A-Za-z]{1,12} ?\}(?: ?\^ ?(?:\{ ?\d ?\}|\d))?$"
+    rf"|(?<=[A-Za-z}}]) ?/ ?{UNIT_WORDS}",
+    re.IGNORECASE,
+)
 _NOUNS = re.compile(r" (?P<words>[A-Za-z]{3,}(?: (?:[a-z]{3,}|of|per|in)){0,3})\.?$")
 _NO_NOUNS = re.compile(
     r"\b(?:or|and|nor|not|than|maybe|perhaps|possibly|but|if|when|where|plus|minus|mod|modulo|squared"
@@ -189,6 +195,15 @@ def with_letter_unit(text: str) -> PlainNumber | None:
     Only for an answer whose gold answer is a number: a gold answer ``5m`` may be algebra.
     """
     match = _LETTER_UNIT.search(text)
+    return read_number(text[: match.start()]) if match is not None else None
+
+
+def with_rate(text: str) -> PlainNumber | None:
+    """The number in an answer like ``60 miles per hour`` or ``9.8\\text{ m}/\\text{s}^2``.
+
+    Only for an answer whose gold answer is a number without such a unit: 60 km per hour is another speed.
+    """
+    match = _RATE.search(text)
     return read_number(text[: match.start()]) if match is not None else None
 
 

@@ -13,7 +13,7 @@ from ..reading.modes import Mode
 from ..reading.options import option_letter
 from . import structure
 from .guard import dangerous
-from .numbers import PlainNumber, read_number, with_letter_unit
+from .numbers import PlainNumber, read_number, with_letter_unit, with_rate
 from .spelling import WRAPPER, canonical, normalise
 
 MAX_GOLD = 4_000
@@ -100,6 +100,7 @@ def _name_of(normalised: str) -> str | None:
     return match.group("name") if match else None
 
 
+_PER = re.compile(r"\bper\b|/ ?(?:\\|[A-Za-z])|mph")
 WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
 """A text that consists only of words."""
 # fmt: off
@@ -147,4 +148,6 @@ def read_answer(text: str, normalised: str, gold: Gold, mode: Mode) -> Answer:
             number = read_number(value)
     if number is None and gold.number is not None:
         number = with_letter_unit(normalised)
+        if number is None and not _PER.search(gold.normalised):
+            number = with_rate(normalised)
     return Answer(text, normalised, number, mode)

@@ -388,3 +388,27 @@ def test_an_option_may_be_called_one(answer: str) -> None:
 @pytest.mark.parametrize("answer", ["Option B or C", "Options B and C", "Options B", "option Big"])
 def test_what_is_called_an_option_is_one_letter(answer: str) -> None:
     assert (decided(answer, "B") or symbolic.compare(answer, "B")) != "correct"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("60 miles per hour", "60", True),
+        ("\\$18 per day", "18", True),
+        ("18 dollars per day", "\\$18", True),
+        ("8\\% per year", "8", True),
+        ("60\\text{ km}/\\text{h}", "60", True),
+        ("9.8\\text{ m}/\\text{s}^2", "9.8", True),
+        ("60 km/hr", "60", True),
+        ("60 miles per hour", "60 km per hour", False),
+        ("61 miles per hour", "60", False),
+        ("5x per day", "5", False),
+        ("60/\\text{h} or 70/\\text{h}", "70", False),
+        ("\\$18 per 2 days", "18", False),
+        ("12/x", "12", False),
+    ],
+)
+def test_a_rate_is_a_unit_that_only_the_answer_may_have(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
