@@ -40,7 +40,7 @@ _UNSIGNED = (
 )
 _DECIMAL = re.compile(
     rf"(?P<sign>[+-]?) ?{_UNSIGNED}"
-    r"(?:[eE](?P<e>[+-]?\d{1,3})|(?: ?(?:\\times|\\cdot|\*|×|·) ?10\^(?:\{ ?(?P<ten>[+-]?\d{1,3}) ?\}"
+    r"(?:[eE](?P<e>[+-]?\d{1,3})|(?: ?(?:\\times|\\cdot|\*|×|·|x) ?10\^(?:\{ ?(?P<ten>[+-]?\d{1,3}) ?\}"
     r"|(?P<ten1>\d{1,3})|(?P<ten2>-\d))))?"
 )
 _POWER = re.compile(

@@ -35,7 +35,7 @@ class Gold:
     letter: str | None
     """The letter, if the text is an option letter."""
     words: str | None
-    """The words in lower case, if the text is words and not a formula."""
+    """The words in lower case, without an article, if the text is words and not a formula."""
     collection: structure.Collection | None
     """The parts, if the text lists two or more."""
     dangerous: bool
@@ -123,7 +123,12 @@ def _words(text: str, normalised: str) -> str | None:
     if not wrapped and not letters and not any(len(word) >= 5 for word in words):
         # "HTTH" is a sequence of letters; "ab" may be a product.
         return None
-    return " ".join(words)
+    return without_article(words)
+
+
+def without_article(words: list[str]) -> str:
+    """The words without an article in front of them: ``ellipse`` for ``an ellipse``."""
+    return " ".join(words[1:] if len(words) > 1 and words[0] in ("a", "an", "the") else words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -412,3 +412,25 @@ def test_a_rate_is_a_unit_that_only_the_answer_may_have(
     answer: str, gold: str, right: bool
 ) -> None:
     assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("an ellipse", "\\text{ellipse}", True),
+        ("\\text{parabola}", "the parabola", True),
+        ("a hyperbola", "\\text{ellipse}", False),
+        ("1,2,\\dots,10", "1,2,\\ldots,10", True),
+        ("1, 2, ..., 10", "1,2,\\cdots,10", True),
+        ("1,2,\\dots,11", "1,2,\\ldots,10", False),
+        ("1,2,10", "1,2,\\ldots,10", False),
+        ("0.333...", "\\frac{1}{3}", True),
+        ("3 x 10^8", "3\\times 10^8", True),
+        ("3x10^{-8}", "0.00000003", True),
+        ("3 x 10^8", "3\\times 10^7", False),
+    ],
+)
+def test_articles_dots_and_powers_of_ten_in_other_spellings(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
