@@ -23,7 +23,8 @@ from .guard import dangerous, unevaluated
 from .numbers import NUMBER_WORDS, read_number, same_number
 from .quantities import same_quantity
 from .spelling import WRAPPER, canonical, normalise
-from .texts import MAX_GOLD, WORDS, Answer, Gold, read_answer, read_gold
+from .texts import MAX_GOLD, WORDS, Answer, Gold, read_answer, read_gold, without_article
+from .units import NO_UNIT
 
 Engine = Callable[[Answer, Gold], bool | None]
 """Whether an answer is right; None if the engine can't tell."""
@@ -244,7 +245,8 @@ def _parts(answer: Answer, gold: Gold) -> bool | None:
 _TEXTS = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox|textnormal)\s*\{([^{}]*)\}")
 _JOINERS = re.compile(r"[\s,;]*(?:and|or)?[\s,;]*", re.IGNORECASE)
 _HEDGES = re.compile(
-    r"\b(?:or|either|maybe|perhaps|possibly|versus|vs|not|unless|otherwise)\b", re.IGNORECASE
+    r"\b(?:or|either|maybe|perhaps|possibly|versus|vs|not|unless|otherwise|at (?:least|most))\b",
+    re.IGNORECASE,
 )
 _VALUE_IN_WORDS = re.compile(r"(?<![\^A-Za-z{\d])\d")
 _LONE_LETTER = re.compile(r"(?<![A-Za-z\\])([A-J])(?![A-Za-z])")
@@ -269,7 +271,7 @@ def _hedge(answer: Answer, gold: Gold) -> bool | None:
             continue
         if words in gold.normalised:
             continue
-        if _VALUE_IN_WORDS.search(words) or _HEDGES.search(words):
+        if _VALUE_IN_WORDS.search(words) or _HEDGES.search(words) or NO_UNIT.match(words):
             return False
         if _between_numbers(answer.normalised, match):
             return False
@@ -293,7 +295,7 @@ def _letter(answer: Answer, gold: Gold) -> bool | None:
 def _words(answer: Answer, gold: Gold) -> bool | None:
     if gold.words is None:
         return None
-    if " ".join(answer.normalised.lower().split()) == gold.words:
+    if without_article(answer.normalised.lower().split()) == gold.words:
         return True
     return False if answer.number is not None or WORDS.fullmatch(answer.normalised) else None
 

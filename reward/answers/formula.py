@@ -285,6 +285,9 @@ def floating(tree: Tree, sign: int) -> complex:
             raise Unknown
         return left ** tree[2]
     if kind == "root":
+        if tree[2] % 2 and not left.imag and left.real < 0 and not _has_names(tree):
+            # The cube root of -8 is -2; with names, a root is compared with a power as sympy takes it.
+            return complex(-(abs(left) ** (1 / tree[2])))
         return left ** (1 / tree[2]) if left else left
     right = floating(tree[2], sign)
     if kind == "+":
@@ -300,6 +303,10 @@ def floating(tree: Tree, sign: int) -> complex:
     if not right:
         raise Unknown
     return left / right
+
+
+def _has_names(tree: Tree) -> bool:
+    return tree[0] == "v" or any(_has_names(part) for part in tree[1:] if isinstance(part, tuple))
 
 
 # --- equality ---------------------------------------------------------------------------------

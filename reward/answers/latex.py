@@ -23,6 +23,7 @@ _BUILDER = re.compile(
     r"\\\{\s*(?P<name>[a-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?"
     r"(?:\\mid|\\vert|\\,?\||\||:)\s*(?P<condition>.+?)\s*\\\}"
 )
+_ODD_ROOT = re.compile(r"\\sqrt\s*\[\s*([3579])\s*\]\s*\{\s*-\s*(\d+)\s*\}")
 _TEXT_UNIT = re.compile(
     r"(?<=[\d})\]A-Za-z\s])\s*\\(?:text|mbox|mathrm|textrm|textbf|textit|textnormal|operatorname)\s*\{\s*"
     r"[A-Za-z][^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?\.?\s*$"
@@ -58,6 +59,9 @@ def prepare(text: str) -> str:
         text = _CIS.sub(_cis, text)
     if "\\overline" in text:
         text = _CONJUGATE.sub(_conjugate, text)
+    if "\\sqrt" in text:
+        # sympy takes the root of a negative number that isn't real.
+        text = _ODD_ROOT.sub(r"(-\\sqrt[\1]{\2})", text)
     text = _E_NOTATION.sub(r"\1 \\cdot 10^{\2}", text)
     if _TRIGONOMETRIC.search(text):
         text = in_radians(text)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from .tolerances import is_rounding
-from .units import FRACTION_UNIT, LETTERS, UNIT_WORDS
+from .units import FRACTION_UNIT, LETTERS, NO_UNIT, UNIT_WORDS
 
 MAX_CHARACTERS = 400
 """Longer texts aren't plain numbers (reading a number takes under 50 microseconds)."""
@@ -40,7 +40,7 @@ _UNSIGNED = (
 )
 _DECIMAL = re.compile(
     rf"(?P<sign>[+-]?) ?{_UNSIGNED}"
-    r"(?:[eE](?P<e>[+-]?\d{1,3})|(?: ?(?:\\times|\\cdot|\*|×|·) ?10\^(?:\{ ?(?P<ten>[+-]?\d{1,3}) ?\}"
+    r"(?:[eE](?P<e>[+-]?\d{1,3})|(?: ?(?:\\times|\\cdot|\*|×|·|x) ?10\^(?:\{ ?(?P<ten>[+-]?\d{1,3}) ?\}"
     r"|(?P<ten1>\d{1,3})|(?P<ten2>-\d))))?"
 )
 _POWER = re.compile(
@@ -77,11 +77,17 @@ _MORE_THAN_UNITS = re.compile(
 )
 _DEGREES = re.compile(r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|°)\s*[CF]?$")
 _WORD_UNITS = re.compile(rf"\s*{UNIT_WORDS}", re.IGNORECASE)
-_LETTER_UNIT = re.compile(rf" ?[{LETTERS}](?: ?\^ ?(?:\{{ ?[23] ?\}}|[23]))?$")
+_LETTER_UNIT = re.compile(rf"(?<![A-Za-z]) ?[{LETTERS}](?: ?\^ ?(?:\{{ ?[23] ?\}}|[23]))?$")
+_RATE = re.compile(
+    r"\s*\bper (?!cent\b)[A-Za-z]{1,12}\.?$|\s*\\text ?\{ ?per (?!cent\b)[A-Za-z]{1,12} ?\}$"
+    r"|\s*/ ?\\(?:text|mathrm) ?\{ ?[A-Za-z]{1,12} ?\}(?: ?\^ ?(?:\{ ?\d ?\}|\d))?$"
+    rf"|(?<=[A-Za-z}}]) ?/ ?{UNIT_WORDS}",
+    re.IGNORECASE,
+)
 _NOUNS = re.compile(r" (?P<words>[A-Za-z]{3,}(?: (?:[a-z]{3,}|of|per|in)){0,3})\.?$")
 _NO_NOUNS = re.compile(
     r"\b(?:or|and|nor|not|than|maybe|perhaps|possibly|but|if|when|where|plus|minus|mod|modulo|squared"
-    r"|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|tenths?|hundredths?|base|least"
+    r"|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tens|tenths?|hundredths?|base|least"
     r"|most|more|less|fewer|pi|sqrt|sin|cos|tan|log|exp|alpha|beta|theta|over|divided|hundred"
     r"|thousand|million|billion|trillion|dozen|percent|otherwise|except|unless|either|instead)\b",
     re.IGNORECASE,
@@ -164,8 +170,12 @@ def _dressed(text: str) -> PlainNumber | None:
             match = unit.search(body)
             if match is not None and match.start() > 0:
                 words = _EXPONENT.sub("", match.groupdict().get("words") or "")
-                if any(c.isdigit() for c in words) or _MORE_THAN_UNITS.search(words):
-                    # "5 \text{ or } 6" and times of day are more than a number with its unit.
+                if (
+                    any(c.isdigit() for c in words)
+                    or _MORE_THAN_UNITS.search(words)
+                    or NO_UNIT.match(words)
+                ):
+                    # "5 \text{ or } 6", "5\text{ squared}" and times of day are more than a number with its unit.
                     return None
                 body = body[: match.start()].rstrip()
                 break
@@ -185,6 +195,15 @@ def with_letter_unit(text: str) -> PlainNumber | None:
     Only for an answer whose gold answer is a number: a gold answer ``5m`` may be algebra.
     """
     match = _LETTER_UNIT.search(text)
+    return read_number(text[: match.start()]) if match is not None else None
+
+
+def with_rate(text: str) -> PlainNumber | None:
+    """The number in an answer like ``60 miles per hour`` or ``9.8\\text{ m}/\\text{s}^2``.
+
+    Only for an answer whose gold answer is a number without such a unit: 60 km per hour is another speed.
+    """
+    match = _RATE.search(text)
     return read_number(text[: match.start()]) if match is not None else None
 
 

@@ -60,6 +60,9 @@ _COMMANDS = {
     "\\lt": "<",
     "\\gt": ">",
     "\\infin": "\\infty",
+    "\\dots": "\\ldots ",
+    "\\dotsc": "\\ldots ",
+    "\\cdots": "\\ldots ",
     "\\R": "\\mathbb{R}",
     "\\reals": "\\mathbb{R}",
     "\\lg": "\\log_{10} ",
@@ -220,6 +223,8 @@ def plain(text: str) -> str:
         text = text.replace(",{ }", ",").replace("{,}", ",").replace("{:}", ":").replace("{-}", "-")
     if "nfinity" in text or "NFINITY" in text:
         text = _INFINITY.sub(r"\\infty ", text)
+    if "..." in text:
+        text = text.replace("...", "\\ldots ")
     if "**" in text:
         text = _STARS.sub("^", text)
     if "pi" in text:

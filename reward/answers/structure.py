@@ -27,6 +27,10 @@ _SEPARATOR = re.compile(
 _THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 _ZERO_GROUP = re.compile(r",0\d\d(?!\d)")
 _NAMED = re.compile(r"(?P<name>\(?[A-Za-z][\w,{}' ]{0,12}\)?)\s*=\s*(?P<value>[^=]+)")
+_TOGETHER = re.compile(r"\((?P<names>[^()=]+)\)\s*=\s*(?P<values>\(.+\))")
+"""``(x,y) = (1,2)``"""
+_COORDINATES = (["x", "y"], ["x", "y", "z"])
+"""Names of which everybody knows the order in a tuple."""
 _DOTS = re.compile(r"(?<![\d ])\s*(?:\\(?:l|c|v|d)?dots(?![A-Za-z])|\.\.\.)")
 _LABEL = re.compile(r"[A-Z]'? ?(?=\()")
 _INFINITIES = {"\\infty": 1, "+\\infty": 1, "-\\infty": -1}
@@ -106,6 +110,10 @@ def collection(text: str) -> Collection | None:
     text = join_thousands(text.strip())
     if "\\begin" in text or len(text) < 3:
         return None
+    together = _TOGETHER.fullmatch(text)
+    named = _named_each(together["names"], together["values"]) if together else None
+    if named is not None:
+        return named
     kind, inside = "", text
     if text.startswith("\\{") and text.endswith("\\}"):
         if not _encloses(text[1:-2] + "}"):
@@ -121,7 +129,32 @@ def collection(text: str) -> Collection | None:
         return None
     if not parts or parts == [""]:
         return None
+    if kind in ("", "{"):
+        parts = _rows(parts) or parts
     return Collection(kind, tuple(parts))
+
+
+def _rows(parts: list[str]) -> list[str] | None:
+    """``(x=2,y=3)`` and ``(x=3,y=2)`` for ``x=2, y=3, x=3, y=2``; None for anything else."""
+    names, _ = _unnamed(tuple(parts))
+    each = len(set(names))
+    if "" in names or each < 2 or each == len(names) or len(names) % each:
+        return None
+    places = range(0, len(names), each)
+    if any(set(names[place : place + each]) != set(names) for place in places):
+        return None
+    return [f"({','.join(parts[place : place + each])})" for place in places]
+
+
+def _named_each(names: str, values: str) -> Collection | None:
+    """``x=1`` and ``y=2`` for ``(x,y) = (1,2)``."""
+    called, listed = split(names), collection(values)
+    if called is None or listed is None or listed.kind != "()":
+        return None
+    if len(called) != len(listed.parts):
+        return None
+    parts = (f"{name}={value}" for name, value in zip(called, listed.parts, strict=True))
+    return Collection("()", tuple(parts))
 
 
 def _unnamed(parts: tuple[str, ...]) -> tuple[list[str], list[str]]:
@@ -183,20 +216,82 @@ def _unordered(a: list[str], b: list[str]) -> bool | None:
     return None
 
 
+def _by_name(answer: Collection, gold: Collection) -> list[tuple[str, str]] | None:
+    """The values of the answer beside those of the gold answer, where names say which belong together:
+    those of both, or those of one if the other states its values in the same order."""
+    our_names, ours = _unnamed(answer.parts)
+    their_names, theirs = _unnamed(gold.parts)
+    if len(ours) != len(theirs):
+        return None
+    if _names_several(our_names) and any(their_names):
+        if len(set(our_names)) < len(our_names) or sorted(our_names) != sorted(their_names):
+            return None
+        ours = [ours[our_names.index(name)] for name in their_names]
+    elif _names_several(our_names):
+        # The answer's names, in the order of the coordinates.
+        if gold.kind != "()" or sorted(our_names) not in _COORDINATES:
+            return None
+        ours = [ours[our_names.index(name)] for name in sorted(our_names)]
+    elif not _names_several(their_names) or any(our_names):
+        return None
+    return list(zip(ours, theirs, strict=True))
+
+
+def _names_several(names: list[str]) -> bool:
+    """Whether values of several names are stated: ``x=1, 2`` are two values of one."""
+    return len({name for name in names if name}) > 1
+
+
+def pairs_by_name(answer: str, gold: str) -> list[tuple[str, str]] | None:
+    """Parts of two answers that must be equal, pair by pair, if names say which belong together, without
+    the pairs that are known to be equal; else None.
+
+    >>> pairs_by_name("(2, \\\\sqrt{8})", "x=2, y=2\\\\sqrt{2}")
+    [('\\\\sqrt{8}', '2\\\\sqrt{2}')]
+    """
+    ours, theirs = collection(normalise(answer)), collection(normalise(gold))
+    if ours is None or theirs is None:
+        return None
+    pairs = _by_name(ours, theirs)
+    return None if pairs is None else [(a, b) for a, b in pairs if not _same_part(a, b)]
+
+
+def as_tuples(answer: str, gold: str) -> tuple[str, str]:
+    """Both texts, with ``(2, 3), (3, 2)`` for ``x=2, y=3 or x=3, y=2``, in one order of the names."""
+    listed = [collection(normalise(text)) for text in (answer, gold)]
+    rows = [[_row(part) for part in one.parts] if one is not None else [] for one in listed]
+    named = [row for of_one in rows for row in of_one if all(of_one)]
+    if not named or any(set(row) != set(named[-1]) for row in named):
+        return answer, gold
+    order = list(named[-1])
+    texts = []
+    for text, of_one in zip((answer, gold), rows, strict=True):
+        if of_one and all(of_one):
+            text = ", ".join(f"({', '.join(row[name] for name in order)})" for row in of_one)
+        texts.append(text)
+    return texts[0], texts[1]
+
+
+def _row(part: str) -> dict[str, str]:
+    """The values of ``(x=2,y=3)`` by name; empty for anything else."""
+    listed = collection(part)
+    names, values = _unnamed(listed.parts) if listed is not None else ([], [])
+    return dict(zip(names, values, strict=True)) if all(names) else {}
+
+
 def compare_collections(answer: Collection, gold: Collection) -> bool | None:
     """Whether two collections are the same answer; None if a part needs more than reading."""
+    pairs = _by_name(answer, gold)
+    if pairs is not None:
+        return _ordered([a for a, _ in pairs], [b for _, b in pairs])
     our_names, ours = _unnamed(answer.parts)
     their_names, theirs = _unnamed(gold.parts)
     if any(our_names) and any(their_names):
         if sorted(our_names) != sorted(their_names):
             return None
-        if len(set(our_names)) == len(our_names):
-            places = [our_names.index(name) for name in their_names]
-            return _ordered([ours[place] for place in places], theirs)
-    elif any(their_names) and len({n for n in their_names if n}) > 1:
-        # "x=1, y=2" is compared with "1, 2" in this order.
-        return _ordered(ours, theirs) if len(ours) == len(theirs) else None
-    elif any(our_names) and len({n for n in our_names if n}) > 1:
+    elif _names_several(their_names):
+        return None
+    elif _names_several(our_names) and not answer.kind:
         return _ordered(ours, theirs) or None
     if answer.kind == gold.kind and len(answer.kind) == 2:
         return _ordered(ours, theirs)

@@ -55,6 +55,7 @@ from sympy.logic.boolalg import Boolean
 
 from .latex import prepare
 from .spelling import plain
+from .structure import as_tuples, pairs_by_name
 from .tolerances import DECIMAL, FLOAT_EQUAL, FLOAT_ROUNDED, PERCENT, close
 
 # It warns that its own timeouts are off, and of each formula that it can't read.
@@ -106,6 +107,10 @@ def compare(answer: str, gold: str) -> str:
     if gold.startswith('["') and gold.endswith('"]'):
         verdicts = [compare(answer, one) for one in json.loads(gold)]
         return min(verdicts, key=_BEST_FIRST.index)
+    by_name = _by_name(answer, gold)
+    if by_name is not None:
+        return by_name
+    answer, gold = as_tuples(answer, gold)
     golds = _parse_gold(gold)
     if not golds:
         return GOLD_UNPARSABLE
@@ -129,6 +134,16 @@ def compare(answer: str, gold: str) -> str:
     if equal and _wrongly_rounded(answer, gold, golds, answers):
         equal = False
     return CORRECT if equal else WRONG
+
+
+def _by_name(answer: str, gold: str) -> str | None:
+    """The verdict on values that names put beside each other (``(1, 2)`` and ``x=1, y=2``), of which
+    math-verify would compare the sets; None if there are none, or one of the gold's can't be read."""
+    pairs = pairs_by_name(answer, gold)
+    verdicts = {compare(*pair) for pair in pairs or ()}
+    if pairs is None or GOLD_UNPARSABLE in verdicts:
+        return None
+    return CORRECT if verdicts <= {CORRECT} else WRONG
 
 
 _MEND_FAILS = (

@@ -13,7 +13,7 @@ from ..reading.modes import Mode
 from ..reading.options import option_letter
 from . import structure
 from .guard import dangerous
-from .numbers import PlainNumber, read_number, with_letter_unit
+from .numbers import PlainNumber, read_number, with_letter_unit, with_rate
 from .spelling import WRAPPER, canonical, normalise
 
 MAX_GOLD = 4_000
@@ -35,7 +35,7 @@ class Gold:
     letter: str | None
     """The letter, if the text is an option letter."""
     words: str | None
-    """The words in lower case, if the text is words and not a formula."""
+    """The words in lower case, without an article, if the text is words and not a formula."""
     collection: structure.Collection | None
     """The parts, if the text lists two or more."""
     dangerous: bool
@@ -100,6 +100,7 @@ def _name_of(normalised: str) -> str | None:
     return match.group("name") if match else None
 
 
+_PER = re.compile(r"\bper\b|/ ?(?:\\|[A-Za-z])|mph")
 WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
 """A text that consists only of words."""
 # fmt: off
@@ -122,7 +123,12 @@ def _words(text: str, normalised: str) -> str | None:
     if not wrapped and not letters and not any(len(word) >= 5 for word in words):
         # "HTTH" is a sequence of letters; "ab" may be a product.
         return None
-    return " ".join(words)
+    return without_article(words)
+
+
+def without_article(words: list[str]) -> str:
+    """The words without an article in front of them: ``ellipse`` for ``an ellipse``."""
+    return " ".join(words[1:] if len(words) > 1 and words[0] in ("a", "an", "the") else words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,4 +153,6 @@ def read_answer(text: str, normalised: str, gold: Gold, mode: Mode) -> Answer:
             number = read_number(value)
     if number is None and gold.number is not None:
         number = with_letter_unit(normalised)
+        if number is None and not _PER.search(gold.normalised):
+            number = with_rate(normalised)
     return Answer(text, normalised, number, mode)

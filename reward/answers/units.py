@@ -62,6 +62,12 @@ UNIT_WORDS = (
 )
 """The end of a text in a unit of two letters or more, spelled out or short. One letter may be algebra."""
 _UPRIGHT = r"\s*\\(?:text|mathrm)\s*\{\s*[A-Za-z]{1,6}\s*\}(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?\s*"
+NO_UNIT = re.compile(
+    r"\s*(?:squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
+    r"|hundredths|thousandths)\b",
+    re.IGNORECASE,
+)
+"""Words that begin like a unit and make another value of the number before them."""
 FRACTION_UNIT = re.compile(rf"\s*\\frac\s*\{{{_UPRIGHT}\}}\s*\{{{_UPRIGHT}\}}$")
 """``\\frac{\\text{m}}{\\text{s}^2}`` at the end of a text."""
 

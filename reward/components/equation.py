@@ -15,6 +15,8 @@ from .registry import Component, Graded, register
 MAX_CHARACTERS = 300
 """Longest expression that is read."""
 _TOKEN = re.compile(r"\s*(?:([0-9]{1,9})|([-+*/()]))")
+_LATEX = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\\left": " ", "\\right": " ", "$": " "}
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "[": "(", "]": ")"})
 
 
@@ -36,7 +38,7 @@ def equation() -> Component:
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
-    """Value and sorted numbers of an expression of whole numbers, ``+ - * /`` and brackets.
+    """Value and sorted numbers of an expression of whole numbers, ``+ - * /`` and brackets, also in LaTeX.
 
     Returns:
         None if it is anything else, divides by zero or is over :data:`MAX_CHARACTERS` long.
@@ -49,13 +51,23 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
     if len(expression) > MAX_CHARACTERS:
         return None
     try:
-        parser = _Parser(expression.translate(_SPELLINGS))
+        parser = _Parser(_from_latex(expression).translate(_SPELLINGS))
         result = parser.sum()
         if parser.next is not None:
             return None
     except (ValueError, ZeroDivisionError, RecursionError):
         return None
     return result, sorted(parser.numbers)
+
+
+def _from_latex(expression: str) -> str:
+    """``(3+1)*25`` for ``\\left(3+1\\right) \\times 25``, as people write it in a box."""
+    for command, by in _LATEX.items():
+        expression = expression.replace(command, by)
+    inner = 1
+    while inner:
+        expression, inner = _FRACTION.subn(r"((\1)/(\2))", expression)
+    return expression
 
 
 class _Parser:

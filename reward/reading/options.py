@@ -16,7 +16,8 @@ from . import extraction
 from .extraction import Extraction, last_box
 
 _OPTION = re.compile(
-    r"[\s$*]*(?:\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*)?\(?\s*([A-Z])\s*\)?\s*\}?[\s$*]*"
+    r"[\s$*]*(?:\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*)?"
+    r"(?:(?i:option|choice|answer)[\s:~]+)?\(?\s*([A-Z])\s*\)?\s*\}?[\s$*]*"
     r"(?:[.):]?|[.):]\s*\}?(?:\\[ ,;]\s*|\s+)\S.*|(?<=\})(?:\\[ ,;]|\s)\s*\S.*)[\s$*}]*",
     re.DOTALL,
 )
@@ -27,7 +28,7 @@ _PARENTHESISED = re.compile(r"\(\s*([A-J])\s*\)")
 
 
 def option_letter(text: str) -> str | None:
-    """``C`` from ``C``, ``(C)``, ``\\text{(C)}``, ``**C**`` and ``C) 12 apples``; else None."""
+    """``C`` from ``C``, ``(C)``, ``\\text{(C)}``, ``**C**``, ``Option C`` and ``C) 12 apples``; else None."""
     if len(text) > 300:
         return None
     match = _OPTION.fullmatch(text)

@@ -135,8 +135,8 @@ class Runner:
             task = [program, "truth", wanted.expression, *said]
         given = rest[0] if kind == "io" else ""
         ran = self.box.run(["-I", "-c", HARNESS], given.encode(), json.dumps(task).encode(), limits)
-        if ran.status == 126 and ran.output.startswith(b"box: "):
-            raise OSError(f"the sandbox failed: {ran.output[5:].decode('utf-8', 'replace')}")
+        if ran.failure:
+            raise OSError(f"the sandbox failed: {ran.failure}")
         if kind == "io":
             # The program may call sys.exit before the harness ends; only what it wrote counts.
             ok = ran.status == 0 and same_output(ran.output, rest[1])

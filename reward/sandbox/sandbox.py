@@ -71,6 +71,8 @@ class Ran:
     """What the harness wrote to descriptor 3."""
     timed_out: bool
     """Whether it was killed at its deadline."""
+    failure: str
+    """Why the box couldn't be made, so that nothing was executed; empty if it was made."""
 
 
 Enter = Callable[[list[str], Limits], None]
@@ -110,7 +112,8 @@ class Box:
                 os.set_inheritable(5, False)
                 self.enter([sys.executable, *arguments], limits)
             except BaseException as error:  # noqa: BLE001 - it must never run on as a runner
-                os.write(1, f"box: {error}"[:200].encode("utf-8", "replace"))
+                # No program can write there: executing one closes it.
+                os.write(5, (str(error) or repr(error))[:200].encode("utf-8", "replace"))
             finally:
                 os._exit(126)
         for descriptor in (stdin, stdout[1], report[1], token, begun[1]):
@@ -145,12 +148,13 @@ def _watch(
 ) -> Ran:
     """Reads output until the program has ended. Kills it, with everything that it started, at its
     deadline and when all of it takes more memory than it may. ``begun`` ends when it is executed: until then
-    it is a copy of this process, and shares its memory."""
+    it is a copy of this process, and shares its memory; it writes there why it can't be executed."""
     now = time.monotonic()
     end, next_look = now + limits.seconds, now
     read: dict[int, bytes] = {output: b"", report: b""}
     open_, begins = {output, report}, True
     timed_out = killed = False
+    failure = b""
     while True:
         if open_:
             ready = select.select([*open_, *([begun] if begins else [])], [], [], LOOK_SECONDS)[0]
@@ -159,7 +163,9 @@ def _watch(
             ready = []
             time.sleep(0.001)
         if begun in ready:
-            begins = False
+            chunk = os.read(begun, 1024)
+            failure += chunk
+            begins = bool(chunk)
             ready.remove(begun)
         for descriptor in ready:
             chunk = os.read(descriptor, 65536)
@@ -184,11 +190,15 @@ def _watch(
         if timed_out or too_much:
             _kill(keeper)
             killed, open_ = True, set()
+    if begins and select.select([begun], [], [], 0)[0]:
+        # It has failed since the last look.
+        failure += os.read(begun, 1024)
     return Ran(
         status=os.waitstatus_to_exitcode(status),
         output=read[output],
         report=read[report],
         timed_out=timed_out,
+        failure=failure.decode("utf-8", "replace"),
     )
 
 
@@ -257,4 +267,6 @@ def probe(box: Box) -> str:
             return str(error)
     if ran.output == b"boxed\n":
         return ""
+    if ran.failure:
+        return ran.failure
     return ran.output.decode("utf-8", "replace").strip() or f"it ended with status {ran.status}"

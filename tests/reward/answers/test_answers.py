@@ -311,3 +311,126 @@ def test_an_argument_that_is_a_command_needs_no_braces(answer: str, gold: str) -
 def test_values_that_the_gold_names_are_not_right_when_they_are_swapped(answer: str) -> None:
     assert decided(answer, "x=3, y=4") == "wrong"
     assert decided("(3,4)", "x=3, y=4") == "correct"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("(1,\\sqrt2)", "x=1, y=\\sqrt{2}", True),
+        ("(\\sqrt2,1)", "x=1, y=\\sqrt{2}", False),
+        ("2\\sqrt2, 1", "x=1, y=\\sqrt{8}", False),
+        ("y=2\\sqrt2, x=1", "x=1, y=\\sqrt{8}", True),
+        ("(1,\\pm\\sqrt2)", "x=1, y=\\pm\\sqrt{2}", True),
+        ("(2\\ln 2, \\frac12)", "a=\\frac{1}{2}, b=\\ln 4", False),
+        ("(5, 2\\sqrt2)", "x=5\\text{ cm}, y=\\sqrt{8}\\text{ cm}", True),
+        ("(x,y)=(1,2\\sqrt2)", "x=1, y=\\sqrt{8}", True),
+        ("(x,y)=(2\\sqrt2,1)", "x=1, y=\\sqrt{8}", False),
+        ("(x,y)=(2,1)", "x=1, y=2", False),
+        ("(y,x)=(2,1)", "x=1, y=2", True),
+        ("(\\frac{\\pi}{3},1)", "(a,b)=(\\pi/3,1)", True),
+        ("(1,\\frac{\\pi}{3})", "(a,b)=(\\pi/3,1)", False),
+        ("y=2\\sqrt2, x=1", "(1,\\sqrt{8})", True),
+        ("y=1, x=2\\sqrt2", "(1,\\sqrt{8})", False),
+        ("m=2, b=3", "(2,3)", True),
+        ("x=2\\sqrt2, y=1", "1, \\sqrt{8}", True),
+        ("x=2, 1", "x=1, 2", True),
+    ],
+)
+def test_values_with_names_are_compared_in_the_places_of_the_names(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("(2,3),(3,2)", "x=2,y=3 \\text{ or } x=3,y=2", True),
+        ("(3,2),(2,3)", "x=2,y=3; x=3,y=2", True),
+        ("x=2,y=3 \\text{ or } x=3,y=2", "(2,3),(3,2)", True),
+        ("y=3,x=2 \\text{ or } y=2,x=3", "x=2,y=3 \\text{ or } x=3,y=2", True),
+        ("x=2,y=2 \\text{ or } x=3,y=3", "x=2,y=3 \\text{ or } x=3,y=2", False),
+        ("x=2,y=2 \\text{ or } x=3,y=3", "(2,3),(3,2)", False),
+        ("x=2,y=3", "x=2,y=3 \\text{ or } x=3,y=2", False),
+        ("x=1,y=2\\sqrt2 \\text{ or } x=3,y=4", "(1,\\sqrt{8}),(3,4)", True),
+        ("(1,2\\sqrt2),(3,4)", "x=1,y=\\sqrt{8} \\text{ or } x=3,y=4", True),
+        ("y=2\\sqrt2,x=1;y=4,x=3", "x=1,y=\\sqrt{8} \\text{ or } x=3,y=4", True),
+        ("x=1,y=4 \\text{ or } x=3,y=2\\sqrt2", "x=1,y=\\sqrt{8} \\text{ or } x=3,y=4", False),
+    ],
+)
+def test_solutions_of_several_unknowns_are_compared_one_by_one(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["8\\text{ squared}", "8\\text{ halves}", "8 halves", "8 eighths", "8\\text{ tenths}", "8 tens",
+     "8\\text{ at most}", "8\\text{ at least}"],
+)  # fmt: skip
+def test_words_that_make_another_value_of_a_number_are_no_unit(answer: str) -> None:
+    assert (decided(answer, "8") or symbolic.compare(answer, "8")) == "wrong"
+    assert decided("8\\text{ units squared}", "8") == "correct"
+    assert decided("8 s", "8") == "correct"
+
+
+@pytest.mark.parametrize("answer", ["Option B", "\\text{Option B}", "Choice (B)", "answer: B"])
+def test_an_option_may_be_called_one(answer: str) -> None:
+    assert decided(answer, "B") == "correct"
+    assert decided(answer, "C") == "wrong"
+    assert decided(answer, "Option B") == "correct"
+    for name in ("choice", "mmlu_pro"):
+        found = modes.mode(name).read(f"So it is \\boxed{{{answer}}}.", "", False)
+        assert found.answer == "B"
+
+
+@pytest.mark.parametrize("answer", ["Option B or C", "Options B and C", "Options B", "option Big"])
+def test_what_is_called_an_option_is_one_letter(answer: str) -> None:
+    assert (decided(answer, "B") or symbolic.compare(answer, "B")) != "correct"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("60 miles per hour", "60", True),
+        ("\\$18 per day", "18", True),
+        ("18 dollars per day", "\\$18", True),
+        ("8\\% per year", "8", True),
+        ("60\\text{ km}/\\text{h}", "60", True),
+        ("9.8\\text{ m}/\\text{s}^2", "9.8", True),
+        ("60 km/hr", "60", True),
+        ("60 miles per hour", "60 km per hour", False),
+        ("61 miles per hour", "60", False),
+        ("5x per day", "5", False),
+        ("60/\\text{h} or 70/\\text{h}", "70", False),
+        ("\\$18 per 2 days", "18", False),
+        ("12/x", "12", False),
+    ],
+)
+def test_a_rate_is_a_unit_that_only_the_answer_may_have(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("an ellipse", "\\text{ellipse}", True),
+        ("\\text{parabola}", "the parabola", True),
+        ("a hyperbola", "\\text{ellipse}", False),
+        ("1,2,\\dots,10", "1,2,\\ldots,10", True),
+        ("1, 2, ..., 10", "1,2,\\cdots,10", True),
+        ("1,2,\\dots,11", "1,2,\\ldots,10", False),
+        ("1,2,10", "1,2,\\ldots,10", False),
+        ("0.333...", "\\frac{1}{3}", True),
+        ("3 x 10^8", "3\\times 10^8", True),
+        ("3x10^{-8}", "0.00000003", True),
+        ("3 x 10^8", "3\\times 10^7", False),
+    ],
+)
+def test_articles_dots_and_powers_of_ten_in_other_spellings(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right

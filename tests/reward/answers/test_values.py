@@ -15,6 +15,8 @@ EQUAL = [
     ("\\dfrac{1}{1+\\frac{1}{2}}", "\\frac{2}{3}"),
     ("\\sqrt{12}", "2\\sqrt{3}"),
     ("\\sqrt[3]{16}", "2\\sqrt[3]{2}"),
+    ("\\sqrt[3]{-8}", "-2"),
+    ("-3\\sqrt[3]{4}", "\\sqrt[3]{-108}"),
     ("\\frac{\\pi}{4}", "\\pi/4"),
     ("1/\\sqrt{2}", "\\frac{\\sqrt{2}}{2}"),
     ("-x^2", "0 - x^2"),
@@ -37,6 +39,8 @@ def test_equal_values_are_equal(answer: str, gold: str) -> None:
 APART = [
     ("2x+1", "2x-1"),
     ("\\sqrt{x^2}", "x"),  # not where x is negative
+    ("\\sqrt[3]{-8}", "2"),
+    ("\\sqrt[4]{-16}", "-2"),
     ("x^{10}", "x^{11}"),
     ("2\\sqrt{5}", "2\\sqrt{3}"),
     ("\\frac{\\pi}{3}", "\\frac{\\pi}{4}"),

@@ -43,6 +43,9 @@ def test_what_is_not_the_task_is_paid_nothing(text: str, value: float) -> None:
         "<answer>0</answer> no: <answer>25 × (3 + 1)</answer>",
         "so \\boxed{(3 - -1) * 25}",
         "<answer>[3+1]*25</answer>",
+        "\\boxed{25 \\times (3 + 1)}",
+        "\\boxed{\\left(3+1\\right)\\cdot25 = 100}",
+        "<answer>$(3 + 1) \\times 25$</answer>",
     ],
 )
 def test_an_expression_of_the_numbers_with_the_value_is_paid(text: str) -> None:
@@ -51,6 +54,7 @@ def test_an_expression_of_the_numbers_with_the_value_is_paid(text: str) -> None:
 
 def test_fractions_are_exact() -> None:
     assert paid("<answer>8 / (3 - 8 / 3)</answer>", nums=[8, 8, 3, 3], target=24) == 1.0
+    assert paid("\\boxed{\\dfrac{8}{3-\\frac{8}{3}}}", nums=[8, 8, 3, 3], target=24) == 1.0
     assert evaluate("1/3 + 1/3 + 1/3") == (Fraction(1), [1, 1, 1, 3, 3, 3])
 
 
@@ -74,6 +78,11 @@ def test_a_row_without_numbers_has_no_value() -> None:
         "1 / 0",
         "()",
         "1 2",
+        "2 \\times",
+        "\\frac{1}",
+        "\\frac{}{2}",
+        "\\sqrt{4}",
+        "\\frac{1}{0}",
         "1" + "+1" * 400,
         "²",
         "١ + 1",

@@ -238,6 +238,11 @@ def test_a_closed_gate_pays_nothing_and_keeps_the_components() -> None:
     assert components == {"accuracy": 1.0, "format": 0.0}
 
 
+def test_a_gate_without_a_value_is_closed() -> None:
+    gate = ComponentConfig(name="my.rewards:one", weight=0.0, gate=True)
+    assert scorer(ACCURACY, gate).score(graded(Verdict.CORRECT), {"my.rewards:one": None})[0] == 0.0
+
+
 def test_an_open_gate_of_weight_zero_pays_the_others() -> None:
     assert scorer(ACCURACY, GATE).score(graded(Verdict.CORRECT))[0] == 1.0
 

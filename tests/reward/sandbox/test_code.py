@@ -523,13 +523,43 @@ def test_the_share_of_passed_tests_is_paid_and_is_the_verdict(coder: Grader) -> 
 
 def test_a_crash_of_the_sandbox_pays_nothing_where_accuracy_pays_for_the_tests() -> None:
     parts = (ComponentConfig(name="accuracy"), ComponentConfig(name="code", weight=0.0))
-    # It ends as the box does where it can't be set up.
-    crash = "```python\nimport os\nos.write(1, b'box: ')\nos._exit(126)\n```"
+    # The kernel takes no limit of that size, so that no box can be set up.
+    beyond = ComponentConfig(name="code", weight=0.0, params={"memory_mb": 1 << 44})
+    program = f"```python\n{SQUARE}```"
     with Grader(RewardConfig(components=parts, graders=1)) as grader:
-        passed = graded(grader, f"```python\n{SQUARE}```", ["assert f(2) == 4"])
-        crashed = graded(grader, crash, ["assert f(2) == 4"])
+        passed = graded(grader, program, ["assert f(2) == 4"])
+    with Grader(RewardConfig(components=(parts[0], beyond), graders=1)) as grader:
+        crashed = graded(grader, program, ["assert f(2) == 4"])
     assert (passed.verdict, passed.reward) == (Verdict.CORRECT, 1.0)
     assert (crashed.verdict, crashed.reward) == (Verdict.CRASHED, None)
+
+
+FEIGNED = """
+import os
+for number in range(20):
+    try: os.write(number, b"box: No space left on device")
+    except OSError: pass
+os._exit(126)
+"""
+
+
+def test_a_program_cannot_feign_a_failure_of_its_sandbox(coder: Grader) -> None:
+    grade = graded(coder, f"```python{FEIGNED}```", ["assert f(2) == 4"])
+    assert (grade.verdict, grade.reward) == (Verdict.WRONG, 0.0)
+
+
+def test_no_program_of_any_way_can_write_where_a_failure_is_told(box: sandbox.Box) -> None:
+    ran = box.run(["-I", "-c", FEIGNED], b"", b"", sandbox.Limits(seconds=10.0))
+    assert (ran.status, ran.failure) == (126, "")
+
+
+def test_a_box_that_cannot_be_made_says_why() -> None:
+    def fails(command: list[str], limits: sandbox.Limits) -> None:
+        raise OSError("Operation not permitted")
+
+    broken = sandbox.Box(how="namespaces", enter=fails)
+    ran = broken.run(["-c", ""], b"", b"", sandbox.Limits(seconds=10.0))
+    assert (ran.failure, ran.output) == ("Operation not permitted", b"")
 
 
 def test_a_text_without_a_program_is_unparsable(coder: Grader) -> None:
