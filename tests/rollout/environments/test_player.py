@@ -96,7 +96,7 @@ def together(run: Run, model: Any, *requests: GroupRequest) -> dict[str, Finishe
     async def scenario() -> dict[str, FinishedGroup]:
         async with playing(run, model) as player, asyncio.timeout(100):
             found = {group.group_id: group async for group in player.generate(requests)}
-            assert player.busy == 0
+            assert (player.episodes, player.over) == (0, 0)
             assert {name: group.error for name, group in found.items() if group.error} == {}
             return found
 
