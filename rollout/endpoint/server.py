@@ -20,7 +20,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -32,7 +32,7 @@ from . import forms, tokenizing
 from .chat import Chat
 from .forms import Part
 from .live import LiveStream
-from .plain import BusyError, EngineError, Limits, Plain, add_logprobs, sampling_of
+from .plain import BusyError, EngineError, Limits, Plain, Vouch, add_logprobs, sampling_of
 from .rendering import MOST_CHARACTERS
 from .requests import (
     Wanted,
@@ -64,6 +64,7 @@ LOOK_SECONDS = 0.005
 FINISHED_KEYS = 4096
 """Keys of finished sessions that are remembered, so that a late client learns that its session is over."""
 
+T = TypeVar("T")
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
@@ -84,8 +85,7 @@ class Endpoint:
         key: the endpoint's own key; empty = sessions only, unless ``anyone`` may ask.
         anyone: whether requests need no key.
         limits: bounds of requests without a session.
-        vouch: called with the answers to such a request before they are sent; raises ``TandemError`` if they
-            mustn't be.
+        vouch: does such a request's work, again if the engine's weights turn out to have been wrong.
         tools: how calls are written (``environments.tools``).
         observation_tokens: longer observations are cut in the middle.
         max_calls: tool calls of one turn that are read.
@@ -106,7 +106,7 @@ class Endpoint:
         key: str = "",
         anyone: bool = False,
         limits: Limits | None = None,
-        vouch: Callable[[Sequence[Sample]], Awaitable[None]] | None = None,
+        vouch: Vouch | None = None,
         tools: str = "auto",
         observation_tokens: int = 2048,
         max_calls: int = MOST_CALLS,
@@ -300,7 +300,7 @@ class Endpoint:
         ]
         prompt = ticket.context.tolist()
         parts = [Part(prompt=prompt, sample=sample) for sample in samples]
-        await add_logprobs(self._engine, parts, want, self._context)
+        await add_logprobs(self._engine, parts, want, self._context, self._vouched)
         reply = forms.chat(self.model, parts, answers, want, self._token)
         return await forms.send(request, reply, want, forms.chat_chunks, live)
 
@@ -327,7 +327,7 @@ class Endpoint:
                 Part(prompt=ticket.context.tolist(), sample=sample)
                 for (_, ticket), sample in zip(turns, samples, strict=True)
             ]
-        await add_logprobs(self._engine, parts, want, self._context)
+        await add_logprobs(self._engine, parts, want, self._context, self._vouched)
         reply = forms.completion(self.model, parts, want, self._token)
         return await forms.send(request, reply, want, forms.completion_chunks, live)
 
@@ -344,7 +344,7 @@ class Endpoint:
         want.check_tokens()
         session: Session = request["session"]
         ticket = self._place(session, ids_of(body.get("token_ids"), "token_ids"))
-        sample = await self._sample(session, ticket, want)
+        (sample,) = await self._samples([(session, ticket)], want, None)
         session.record(ticket, sample)
         return forms.generated(ticket, sample, want)
 
@@ -419,13 +419,10 @@ class Endpoint:
                 return [await one(number) for number in range(len(turns))]
             return await self._plain.together([one(number) for number in range(len(turns))])
 
-        samples = await (every() if live is None else live.during(every()))
-        if self._vouch is not None:
-            try:
-                await self._vouch(samples)
-            except TandemError as error:
-                raise EngineError(str(error)) from None
-        return samples
+        return await (self._vouched(every) if live is None else live.during(every()))
+
+    async def _vouched(self, work: Callable[[], Awaitable[T]]) -> T:
+        return await (work() if self._vouch is None else self._vouch(work))
 
     async def _sample(
         self,
