@@ -147,6 +147,46 @@ def test_what_was_streamed_in_a_session_is_recorded(serving: Any) -> None:
     run(scenario())
 
 
+def byte_tokenizer() -> Any:
+    """As Llama 2's: characters without a token of their own are tokens of bytes."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b"]
+    made = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, [], byte_fallback=True))
+    made.add_special_tokens(["<s>", "</s>"])
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+BYTES = byte_tokenizer()
+
+
+def test_bytes_that_are_tokens_are_shown_as_the_characters_that_they_become() -> None:
+    tokens = [BYTES.token_to_id("▁a"), *(3 + byte for byte in "é€".encode()), 3 + 0xC3]
+    growing = GrowingText(BYTES, ())
+    assert "".join(growing.add([token]) for token in tokens) == "a"
+    whole = "a" + "\ufffd" * 6 + "b"
+    assert growing.add([BYTES.token_to_id("b")]) == whole[1:]
+    assert BYTES.decode([*tokens, BYTES.token_to_id("b")]) == whole
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 3 + 0x41, 3 + 0xC3, 3 + 0xA9, 259, 260, 261])))
+def test_no_text_that_is_shown_becomes_another_one(tokens: list[int]) -> None:
+    growing = GrowingText(BYTES, ())
+    shown = "".join(growing.add([token]) for token in tokens)
+    whole = BYTES.decode(tokens)
+    assert whole.startswith(shown)
+    assert shown or "b" not in whole
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_every_text_is_shown_as_it_grows(chat_tokenizer: Any, data: st.DataObject) -> None:
