@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+END_SECONDS = 30.0
+"""How long an answer may take to end at its next token."""
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 """A token of one byte, as tokenizers with the decoder ``ByteFallback`` have them."""
 
@@ -169,8 +171,16 @@ class LiveStream(EventStream):
         text = self._texts.get(number)
         return None if text is None else text.sent
 
-    async def during(self, sampling: Awaitable[T]) -> T:
-        """Sends texts until the sampling is done; returns its result."""
+    async def during(
+        self, sampling: Awaitable[T], end: Callable[[], Awaitable[None]] | None = None
+    ) -> T:
+        """Sends texts until the sampling is done; returns its result.
+
+        Args:
+            sampling: what gives the answers.
+            end: ends the sampling, with what it has, if the client leaves with a part of the answer; None = what
+                was sampled is of no use then.
+        """
         task = asyncio.ensure_future(sampling)
         try:
             while not task.done():
@@ -182,6 +192,13 @@ class LiveStream(EventStream):
                 finally:
                     getting.cancel()
             return task.result()
+        except asyncio.CancelledError:
+            asking = asyncio.current_task()
+            if end is None or not self.has_begun or asking is None:
+                raise
+            asking.uncancel()
+            await end()
+            return await asyncio.wait_for(task, END_SECONDS)
         finally:
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):

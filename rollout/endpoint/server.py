@@ -163,6 +163,7 @@ class Endpoint:
             # What is aborted comes back within a token step, and is recorded by whoever asked for it.
             while session.running and time.monotonic() < end:
                 await asyncio.sleep(LOOK_SECONDS)
+        await _settled(session)
         return session.recorded(was_cut=was_cut)
 
     # The life of the server.
@@ -279,8 +280,13 @@ class Endpoint:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return forms.models(self.model, self._context)
 
-    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+    async def _body(self, request: web.Request) -> dict[str, Any]:
         body = await body_of(request)
+        await _settled(request["session"])
+        return body
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request)
         want, messages, tools = wanted(body), messages_of(body), tools_of(body)
         want.check_tokens()
         session: Session = request["session"]
@@ -305,7 +311,7 @@ class Endpoint:
         return await forms.send(request, reply, want, forms.chat_chunks, live)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await body_of(request)
+        body = await self._body(request)
         want = wanted(body)
         prompts = prompts_of(body, want.count)
         session: Session = request["session"]
@@ -332,7 +338,7 @@ class Endpoint:
         return await forms.send(request, reply, want, forms.completion_chunks, live)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await body_of(request)
+        body = await self._body(request)
         params = body.get("sampling_params")
         if params is not None and not isinstance(params, Mapping):
             raise DataError("sampling_params should be an object")
@@ -419,7 +425,19 @@ class Endpoint:
                 return [await one(number) for number in range(len(turns))]
             return await self._plain.together([one(number) for number in range(len(turns))])
 
-        return await (self._vouched(every) if live is None else live.during(every()))
+        if live is None:
+            return await self._vouched(every)
+        session, ticket = turns[0]
+
+        async def end() -> None:
+            ticket.branch.left = not session.is_over
+            await self._engine.abort([_names(session, ticket)[0]])
+
+        samples = await live.during(every(), end if session.key else None)
+        if ticket.branch.left and samples[0].finish_reason is FinishReason.ABORT:
+            # For the episode the turn ended there, as at a stop string.
+            return [replace(samples[0], finish_reason=FinishReason.STOP)]
+        return samples
 
     async def _vouched(self, work: Callable[[], Awaitable[T]]) -> T:
         return await (work() if self._vouch is None else self._vouch(work))
@@ -446,8 +464,7 @@ class Endpoint:
             )
         if want.max_tokens is not None:
             room = min(room, want.max_tokens)
-        noise = f"{spec.name}/{ticket.order}"
-        name = f"{spec.name}~{spec.attempt}/{ticket.order}" if spec.attempt else noise
+        name, noise = _names(session, ticket)
         session.running.add(name)
         sample: Sample | None = None
         error: str | None = None
@@ -495,6 +512,20 @@ class Endpoint:
     def _token(self, token: int) -> str:
         """The text of one token."""
         return self._chat.renderer.decode([token])
+
+
+def _names(session: Session, ticket: Ticket) -> tuple[str, str]:
+    """A turn's name in the engine, and the name that keys its noise."""
+    spec = session.spec
+    noise = f"{spec.name}/{ticket.order}"
+    return f"{spec.name}~{spec.attempt}/{ticket.order}" if spec.attempt else noise, noise
+
+
+async def _settled(session: Session) -> None:
+    """Waits for the turns of a session that end because their clients have gone: these may ask on already."""
+    end = time.monotonic() + ABORT_SECONDS
+    while session.is_left and time.monotonic() < end:
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 def _bytes(key: str) -> bytes:
