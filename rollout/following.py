@@ -12,20 +12,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 from ..common.config import Config
 from ..common.errors import DeadlineError, StoreError, TandemError
-from ..common.records import Sample
 from ..common.sockets import CurveKeys
 from ..common.weights.protocol import Membership
 from ..replay.connection import Store
 from ..replay.ledger import Ledger
 from ..replay.members import Members
 from ..replay.store import RunStore
+from .endpoint.plain import EngineError
 from .engine import Engine
 from .new_weights.receiving import receiving
 
@@ -38,6 +38,8 @@ BEAT_SECONDS = 2.0
 """Time between two heartbeats."""
 FIRST_SECONDS = 600.0
 """How long the run's first weights may take: its learner may still be loading the model."""
+AGAIN_SECONDS = 60.0
+"""How long weights that failed their check may take to come again."""
 LEAVE_SECONDS = 5.0
 """Longest waits for the receiver's end, and for Redis to hear of the process's."""
 LOOK_SECONDS = 0.05
@@ -79,10 +81,10 @@ class Following:
             term=Ledger(store, name).term,
             base=base,
             on_change=self._changed.set,
-            # What is under way is refused by `vouch`.
-            spoil=lambda: None,
+            spoil=self._spoil,
         )
         self._receiver, self._committer, self._check = made.receiver, made.committer, made.check
+        self._spoiled = 0
         self._beating: asyncio.Task[None] | None = None
 
     @property
@@ -123,15 +125,32 @@ class Following:
         while closing.is_alive() and time.monotonic() < end:
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def vouch(self, samples: Sequence[Sample]) -> None:
-        """Returns once the weights of these samples have passed their check.
+    def _spoil(self) -> None:
+        """Has everything under way done again, since it may be of weights that failed their check."""
+        self._spoiled += 1
+
+    async def vouch(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Result of some work with the engine during which no weights failed their check; until there is one, the
+        work is done again.
 
         Raises:
-            TandemError: they haven't.
+            EngineError: weights that failed haven't been replaced.
         """
-        await self._check.settled(samples)
-        if self._check.suspect:
-            raise TandemError("the newest weights have failed their check: ask again")
+        while True:
+            try:
+                async with asyncio.timeout(AGAIN_SECONDS):
+                    while self._check.suspect:
+                        await asyncio.sleep(LOOK_SECONDS)
+            except TimeoutError:
+                raise EngineError(
+                    f"the newest weights have failed their check and haven't come again in {AGAIN_SECONDS:.0f} s"
+                ) from None
+            before = self._spoiled
+            found = await work()
+            # It may have been done with weights whose check isn't over.
+            await self._check.settled(version=self._check.unchecked)
+            if self._spoiled == before:
+                return found
 
     async def close(self) -> None:
         """Leaves the run."""

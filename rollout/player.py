@@ -95,7 +95,6 @@ class Player:
         self._config = config
         self._tokenizer = tokenizer
         self._groups: dict[str, _Group] = {}
-        self._plain = 0
         self.counts = {"episodes": 0, "failed": 0, "turns": 0, "retokenised": 0}
         """Counters since the start, for the worker's report."""
         self.seconds = {"environment": 0.0, "model": 0.0}
@@ -108,9 +107,9 @@ class Player:
         return sum(group.left for group in self._groups.values())
 
     @property
-    def busy(self) -> int:
-        """Number of samples and episodes under way."""
-        return self._plain + self.episodes
+    def over(self) -> int:
+        """Number of episodes that are over, of groups that aren't."""
+        return sum(group.request.count - group.left for group in self._groups.values())
 
     @property
     def alarm(self) -> str:
@@ -167,16 +166,11 @@ class Player:
         self, requests: list[GroupRequest], arrived: asyncio.Queue[FinishedGroup | BaseException]
     ) -> None:
         """Groups without an environment."""
-        left = {request.group_id: request.count for request in requests}
-        self._plain += sum(left.values())
         try:
             async for group in self._engine.generate(requests):
-                self._plain -= left.pop(group.group_id)
                 arrived.put_nowait(group)
         except Exception as error:  # noqa: BLE001 - raised to whoever asked
             arrived.put_nowait(error)
-        finally:
-            self._plain -= sum(left.values())
 
     # Episodes.
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import signal
 import socket
@@ -368,11 +367,10 @@ class Worker:
         return True
 
     def _under_way(self) -> int:
-        """Groups in the engine; of episodes, as many as their number would make. A slow episode then leaves
-        the places of its group's others to the next groups."""
-        if self._playing is None:
-            return self._generation.groups
-        return math.ceil(self._playing.player.busy / self._config.rollout.group_size)
+        """Groups in the engine or on their way there, less as many as the episodes that are over would make: a
+        slow episode leaves the places of its group's others to the next groups."""
+        over = 0 if self._playing is None else self._playing.player.over
+        return self._generation.groups - over // self._config.rollout.group_size
 
     async def _nap(self, seconds: float) -> None:
         """Waits for a hint, a new version or SIGTERM, but at most ``seconds``."""

@@ -73,6 +73,8 @@ class Chat:
             tail = messages[count:]
             if not (count and tail and branch.tools == offered):
                 continue
+            if turn.left and turn is branch.turns[-1] and not branch.busy:
+                self._shorten(session, branch, plain[:count])
             if branch.messages[:count] != plain[:count]:
                 continue
             added = self.renderer.suffix(tail, branch.tokens[turn.end - 1], turn.ended)
@@ -92,6 +94,23 @@ class Chat:
         prompt = await asyncio.to_thread(render) if characters > LONG_CHARACTERS else render()
         repeats = any(one in plain for one in _answers(session))
         return session.place(prompt, self.renderer.decode, repeats=repeats)
+
+    def _shorten(self, session: Session, branch: Branch, given: list[dict[str, Any]]) -> None:
+        """Cuts an answer whose client has gone to what the client goes on with: by then there was more of it."""
+        *before, said = given
+        text = said["content"]
+        if branch.messages[:-1] != before or said != {"role": "assistant", "content": text}:
+            return
+
+        def decode(tokens: Sequence[int]) -> str:
+            return str(
+                self._tokenizer.decode(
+                    tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+            )
+
+        if branch.messages[-1] != said and session.shorten(branch, text, decode):
+            branch.messages[-1] = said
 
     def answer(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 T = TypeVar("T")
+
+END_SECONDS = 30.0
+"""How long an answer may take to end at its next token."""
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A token of one byte, as tokenizers with the decoder ``ByteFallback`` have them."""
 
 
 def chat_deltas(number: int, text: str, is_first: bool) -> list[dict[str, Any]]:
@@ -42,6 +48,7 @@ class GrowingText:
         from tokenizers.decoders import DecodeStream
 
         self._decoder = DecodeStream(skip_special_tokens=True)
+        self._open: list[int] = []
         self._backend = backend
         self._stops = stops
         self._text = ""
@@ -50,11 +57,22 @@ class GrowingText:
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that can be sent now that these tokens have been sampled as well."""
-        new = [self._decoder.step(self._backend, token) for token in tokens]
-        self._text += "".join(one for one in new if one)
+        for token in tokens:
+            self._open.append(token)
+            if self._is_whole(token):
+                self._text += self._decoder.step(self._backend, self._open) or ""
+                self._open.clear()
         more = self._text[len(self.sent) : self._certain()]
         self.sent += more
         return more
+
+    def _is_whole(self, token: int) -> bool:
+        """Whether what follows leaves the text up to this token as it is. Bytes that are tokens become characters
+        together with those that follow, also behind a token without a text, and what has become another text is an
+        error of the decoder's."""
+        if _BYTE.fullmatch(self._backend.id_to_token(token) or ""):
+            return False
+        return bool(self._backend.decode([token], skip_special_tokens=True))
 
     def _certain(self) -> int:
         """Number of characters that belong to the answer whatever follows."""
@@ -153,8 +171,16 @@ class LiveStream(EventStream):
         text = self._texts.get(number)
         return None if text is None else text.sent
 
-    async def during(self, sampling: Awaitable[T]) -> T:
-        """Sends texts until the sampling is done; returns its result."""
+    async def during(
+        self, sampling: Awaitable[T], end: Callable[[], Awaitable[None]] | None = None
+    ) -> T:
+        """Sends texts until the sampling is done; returns its result.
+
+        Args:
+            sampling: what gives the answers.
+            end: ends the sampling, with what it has, if the client leaves with a part of the answer; None = what
+                was sampled is of no use then.
+        """
         task = asyncio.ensure_future(sampling)
         try:
             while not task.done():
@@ -166,6 +192,13 @@ class LiveStream(EventStream):
                 finally:
                     getting.cancel()
             return task.result()
+        except asyncio.CancelledError:
+            asking = asyncio.current_task()
+            if end is None or not self.has_begun or asking is None:
+                raise
+            asking.uncancel()
+            await end()
+            return await asyncio.wait_for(task, END_SECONDS)
         finally:
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -30,6 +30,17 @@ class EngineError(TandemError):
 
 class BusyError(TandemError):
     """More answers are being sampled already than there is room for."""
+
+
+class Vouch(Protocol):
+    """Answers for the engine's weights."""
+
+    async def __call__(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Result of some work with the engine, which may be done several times.
+
+        Raises:
+            EngineError: no result can be trusted.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +128,9 @@ def sampling_of(sampling: SamplingParams, want: Wanted) -> SamplingParams:
         raise DataError(str(error)) from None
 
 
-async def add_logprobs(engine: Engine, parts: Sequence[Part], want: Wanted, context: int) -> None:
+async def add_logprobs(
+    engine: Engine, parts: Sequence[Part], want: Wanted, context: int, vouched: Vouch
+) -> None:
     """Adds the log-probs of prompts and of other tokens to answers, if they are asked for.
 
     Args:
@@ -125,6 +138,7 @@ async def add_logprobs(engine: Engine, parts: Sequence[Part], want: Wanted, cont
         parts: the answers.
         want: what was asked for.
         context: tokens of the engine's context.
+        vouched: does the engine's part of it.
 
     Raises:
         DataError: this engine can't tell them.
@@ -139,9 +153,8 @@ async def add_logprobs(engine: Engine, parts: Sequence[Part], want: Wanted, cont
     rows = [[*part.prompt, *part.own][: context - 1] for part in parts]
     pairs = [(part, row) for part, row in zip(parts, rows, strict=True) if len(row) > 1]
     try:
-        found: list[Likeliest] = await rank(
-            [np.array(row, dtype=np.int32) for _, row in pairs], max(1, want.top)
-        )
+        given = [np.array(row, dtype=np.int32) for _, row in pairs]
+        found: list[Likeliest] = await vouched(lambda: rank(given, max(1, want.top)))
     except TandemError as error:
         raise EngineError(str(error)) from None
     for (part, _), known in zip(pairs, found, strict=True):

@@ -19,20 +19,17 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
-
 from ...common.errors import DataError, TandemError
-from ...common.records import FinishReason, Sample
 from ...common.sockets import free_listener, reachable
-from ..engine import Engine, GroupRequest
+from ..engine import Engine
 from . import forms, tokenizing
 from .chat import Chat
 from .forms import Part
 from .live import LiveStream
-from .plain import BusyError, EngineError, Limits, Plain, add_logprobs, sampling_of
+from .plain import BusyError, EngineError, Limits, Plain, Vouch, add_logprobs
 from .rendering import MOST_CHARACTERS
 from .requests import (
     Wanted,
@@ -47,6 +44,7 @@ from .requests import (
 )
 from .sessions import NoRoomError, Recorded, Session, SessionSpec, Ticket
 from .tools import MOST_CALLS
+from .turns import ABORT_SECONDS, LOOK_SECONDS, Turns, settled
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -57,10 +55,6 @@ BODY_BYTES = 32 << 20
 """Longest request that is read."""
 CLOSE_SECONDS = 2.0
 """How long open connections may take to end when the endpoint is closed."""
-ABORT_SECONDS = 30.0
-"""How long the engine may take to end a turn at its next token."""
-LOOK_SECONDS = 0.005
-"""Time between two looks whether it has."""
 FINISHED_KEYS = 4096
 """Keys of finished sessions that are remembered, so that a late client learns that its session is over."""
 
@@ -84,8 +78,7 @@ class Endpoint:
         key: the endpoint's own key; empty = sessions only, unless ``anyone`` may ask.
         anyone: whether requests need no key.
         limits: bounds of requests without a session.
-        vouch: called with the answers to such a request before they are sent; raises ``TandemError`` if they
-            mustn't be.
+        vouch: does such a request's work, again if the engine's weights turn out to have been wrong.
         tools: how calls are written (``environments.tools``).
         observation_tokens: longer observations are cut in the middle.
         max_calls: tool calls of one turn that are read.
@@ -106,7 +99,7 @@ class Endpoint:
         key: str = "",
         anyone: bool = False,
         limits: Limits | None = None,
-        vouch: Callable[[Sequence[Sample]], Awaitable[None]] | None = None,
+        vouch: Vouch | None = None,
         tools: str = "auto",
         observation_tokens: int = 2048,
         max_calls: int = MOST_CALLS,
@@ -122,11 +115,10 @@ class Endpoint:
         self._port_setting = port_setting
         self._key, self._anyone = key, anyone
         self._plain = Plain(limits or Limits(), context)
-        self._vouch = vouch
+        self._turns = Turns(engine, self._chat.renderer, tokenizer.eos_token, self._plain, vouch)
         self._sessions: dict[str, Session] = {}
         self._finished: dict[str, None] = {}
         self._runner: web.AppRunner | None = None
-        self._overridden = False
         self.url = ""
         """``http://host:port`` once it has been started."""
 
@@ -163,6 +155,7 @@ class Endpoint:
             # What is aborted comes back within a token step, and is recorded by whoever asked for it.
             while session.running and time.monotonic() < end:
                 await asyncio.sleep(LOOK_SECONDS)
+        await settled(session)
         return session.recorded(was_cut=was_cut)
 
     # The life of the server.
@@ -279,8 +272,13 @@ class Endpoint:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return forms.models(self.model, self._context)
 
-    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+    async def _body(self, request: web.Request) -> Mapping[str, Any]:
         body = await body_of(request)
+        await settled(request["session"])
+        return body
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request)
         want, messages, tools = wanted(body), messages_of(body), tools_of(body)
         want.check_tokens()
         session: Session = request["session"]
@@ -293,19 +291,19 @@ class Endpoint:
         for _ in range(1, want.count):
             other = self._plain.session()
             turns.append((other, other.begin(ticket.context.tolist())))
-        samples = await self._samples(turns, want, live)
+        samples = await self._turns.sample(turns, want, live)
         answers = [
             self._chat.answer(one, placed, sample, messages, tools, want, may_call=may_call(body))
             for (one, placed), sample in zip(turns, samples, strict=True)
         ]
         prompt = ticket.context.tolist()
         parts = [Part(prompt=prompt, sample=sample) for sample in samples]
-        await add_logprobs(self._engine, parts, want, self._context)
+        await add_logprobs(self._engine, parts, want, self._context, self._turns.vouched)
         reply = forms.chat(self.model, parts, answers, want, self._token)
         return await forms.send(request, reply, want, forms.chat_chunks, live)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await body_of(request)
+        body = await self._body(request)
         want = wanted(body)
         prompts = prompts_of(body, want.count)
         session: Session = request["session"]
@@ -320,19 +318,19 @@ class Endpoint:
         else:
             sessions = [session, *(self._plain.session() for _ in rows[1:])]
             turns = [(one, self._place(one, row)) for one, row in zip(sessions, rows, strict=True)]
-            samples = await self._samples(turns, want, live)
+            samples = await self._turns.sample(turns, want, live)
             for (one, ticket), sample in zip(turns, samples, strict=True):
                 one.record(ticket, sample)
             parts = [
                 Part(prompt=ticket.context.tolist(), sample=sample)
                 for (_, ticket), sample in zip(turns, samples, strict=True)
             ]
-        await add_logprobs(self._engine, parts, want, self._context)
+        await add_logprobs(self._engine, parts, want, self._context, self._turns.vouched)
         reply = forms.completion(self.model, parts, want, self._token)
         return await forms.send(request, reply, want, forms.completion_chunks, live)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await body_of(request)
+        body = await self._body(request)
         params = body.get("sampling_params")
         if params is not None and not isinstance(params, Mapping):
             raise DataError("sampling_params should be an object")
@@ -344,7 +342,7 @@ class Endpoint:
         want.check_tokens()
         session: Session = request["session"]
         ticket = self._place(session, ids_of(body.get("token_ids"), "token_ids"))
-        sample = await self._sample(session, ticket, want)
+        (sample,) = await self._turns.sample([(session, ticket)], want, None)
         session.record(ticket, sample)
         return forms.generated(ticket, sample, want)
 
@@ -398,102 +396,11 @@ class Endpoint:
         """Sends answers as they are sampled; None where they are only known as a whole: ``apart``, with log-probs,
         and where somebody has to vouch for them."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if not want.stream or apart or want.logprobs or self._vouch or backend is None:
+        if not want.stream or apart or want.logprobs or self._turns.vouch or backend is None:
             return None
         stops = (*want.stop, *self._chat.renderer.special_texts(want.stop_tokens))
         request["live"] = live = LiveStream(request, kind, self.model, backend, stops)
         return live
-
-    async def _samples(
-        self, turns: Sequence[tuple[Session, Ticket]], want: Wanted, live: LiveStream | None
-    ) -> list[Sample]:
-        """Samples the turns of one request."""
-
-        def one(number: int) -> Coroutine[Any, Any, Sample]:
-            follow = None if live is None else live.follow(number)
-            # With a seed, equal prompts have equal answers, whatever else a request asks for.
-            return self._sample(*turns[number], want, number % want.count, follow)
-
-        async def every() -> list[Sample]:
-            if turns[0][0].key:
-                return [await one(number) for number in range(len(turns))]
-            return await self._plain.together([one(number) for number in range(len(turns))])
-
-        samples = await (every() if live is None else live.during(every()))
-        if self._vouch is not None:
-            try:
-                await self._vouch(samples)
-            except TandemError as error:
-                raise EngineError(str(error)) from None
-        return samples
-
-    async def _sample(
-        self,
-        session: Session,
-        ticket: Ticket,
-        want: Wanted,
-        number: int = 0,
-        follow: Callable[[Sequence[int]], None] | None = None,
-    ) -> Sample:
-        """Samples one turn; without a session, the answer to a prompt that has this number.
-
-        Raises:
-            EngineError: the engine couldn't.
-        """
-        spec = session.spec
-        sampling, room = spec.sampling, ticket.room
-        if session.key and want.sampling and not self._overridden:
-            self._overridden = True
-            log.info(
-                f"requests in sessions ask for {dict(want.sampling)}; the run's own sampling counts"
-            )
-        if want.max_tokens is not None:
-            room = min(room, want.max_tokens)
-        noise = f"{spec.name}/{ticket.order}"
-        name = f"{spec.name}~{spec.attempt}/{ticket.order}" if spec.attempt else noise
-        session.running.add(name)
-        sample: Sample | None = None
-        error: str | None = None
-        try:
-            if session.is_over:
-                raise NoRoomError("the session is over")
-            keyed = not session.key and want.seed is not None
-            if not session.key:
-                sampling = sampling_of(sampling, want)
-            request = GroupRequest(
-                group_id=name,
-                prompt_tokens=ticket.context,
-                count=1,
-                sampling=replace(sampling, max_new_tokens=room),
-                seed=want.seed if keyed and want.seed is not None else spec.seed,
-                noise=f"{number}" if keyed else noise if spec.attempt else None,
-                stop=(*spec.stop, *self._stops(want)),
-                follow=follow,
-            )
-            async for group in self._engine.generate([request]):
-                error = group.error
-                sample = group.samples[0] if group.samples else None
-        except ValueError as refused:
-            error = str(refused)
-        finally:
-            session.running.discard(name)
-            if sample is None:
-                session.drop(ticket)
-        if sample is None:
-            raise EngineError(error or "the engine gave no answer")
-        if sample.finish_reason is FinishReason.ABORT and not len(sample.tokens):
-            session.drop(ticket)
-            raise NoRoomError("the session was ended before the first token")
-        return sample
-
-    def _stops(self, want: Wanted) -> list[str]:
-        """The strings that end an answer, without the end token's own text, which ends it in any case: engines
-        look for strings at every token."""
-        own = self._tokenizer.eos_token
-        return [
-            *(stop for stop in want.stop if stop != own),
-            *self._chat.renderer.special_texts(want.stop_tokens),
-        ]
 
     def _token(self, token: int) -> str:
         """The text of one token."""

@@ -87,6 +87,8 @@ class Answered:
     """Whether it holds a tool call that can't be parsed."""
     messages: int = 0
     """Number of the branch's messages up to it."""
+    left: bool = False
+    """Whether its client went while it was sampled, with as much of it as it had read."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -111,6 +113,8 @@ class Branch:
     """The tools that were offered."""
     busy: bool = False
     """Whether a turn of it is being sampled."""
+    left: bool = False
+    """Whether this turn's client has gone with a part of it: the turn ends, and is recorded."""
     cut: bool = False
     """Whether it ended for want of room."""
 
@@ -220,6 +224,11 @@ class Session:
     def room(self) -> int:
         """Greatest number of tokens of a conversation, its last answer included."""
         return min(self.spec.longest, self._context)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a turn is about to be recorded whose client may go on with it already."""
+        return any(branch.busy and branch.left for branch in self.branches)
 
     # A turn begins.
 
@@ -366,7 +375,7 @@ class Session:
 
     def record(self, ticket: Ticket, sample: Sample) -> Answered:
         """Adds the client's tokens and the turn that was sampled after them."""
-        branch = ticket.branch
+        branch, left = ticket.branch, ticket.branch.left
         self._release(ticket)
         branch.tokens += ticket.added
         branch.source += [int(Source.ENVIRONMENT)] * len(ticket.added)
@@ -387,9 +396,34 @@ class Session:
             text=sample.text,
             ended=sample.finish_reason is FinishReason.STOP,
             reason=sample.finish_reason,
+            left=left,
         )
         branch.turns.append(turn)
         return turn
+
+    def shorten(self, branch: Branch, text: str, decode: Decode) -> bool:
+        """Cuts a branch's last turn to the tokens of a text that it begins with; False if no token ends there.
+
+        Args:
+            branch: no turn of it is being sampled.
+            text: without special tokens.
+            decode: gives such texts.
+        """
+        turn = branch.turns[-1]
+        size = _cut(branch.tokens[turn.start :], text, decode)
+        if not size:
+            return False
+        turn.end, turn.text = turn.start + size, text
+        length = turn.end - branch.prompt
+        for values in (branch.source, branch.logprobs):
+            del values[length:]
+        del branch.tokens[turn.end :]
+        branch.spans = [
+            VersionSpan(term=s.term, step=s.step, start=s.start, end=min(s.end, length))
+            for s in branch.spans
+            if s.start < length
+        ]
+        return True
 
     def drop(self, ticket: Ticket) -> None:
         """Gives up a turn that wasn't sampled; its client may ask again."""
@@ -400,7 +434,7 @@ class Session:
             self.branches.remove(ticket.branch)
 
     def _release(self, ticket: Ticket) -> None:
-        ticket.branch.busy = False
+        ticket.branch.busy = ticket.branch.left = False
         self.model_seconds += time.monotonic() - self._began.pop(ticket.order)
 
     # The end.

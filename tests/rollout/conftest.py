@@ -29,6 +29,7 @@ stand_in_pool = _beside("rollout_stand_in_pool", HERE / "stand_in_pool.py")
 # By its own name: the tests import from it.
 _beside("engine_calls", HERE / "engine_calls.py")
 _beside("adapter_models", HERE / "adapter_models.py")
+_beside("planted_engine", HERE / "planted_engine.py")
 
 
 @pytest.fixture(scope="session", autouse=True)

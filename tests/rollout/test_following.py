@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,11 +10,16 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+
+# In this folder.
+from planted_engine import PlantedEngine
 
 from tandem.common.config import build, to_yaml
 from tandem.common.models import load_model, load_tokenizer
@@ -27,6 +33,7 @@ from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings
 from tandem.replay.members import Members, membership
 from tandem.replay.store import RunStore
+from tandem.rollout.following import Following
 
 PROMPT = "49-6+8-3=?<think>"
 
@@ -176,3 +183,46 @@ def test_it_serves_the_newest_weights_or_those_of_its_beginning_and_outlives_the
             if one.process.poll() is None:
                 one.process.kill()
                 one.process.wait()
+
+
+def test_what_was_sampled_while_weights_were_wrong_is_sampled_again_by_the_right_ones(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first load of version 1 is wrong, and the second one right."""
+    monkeypatch.setattr(PlantedEngine, "_step", 1)
+    monkeypatch.setattr(PlantedEngine, "_times", 1)
+    tokens = load_tokenizer("miniature").encode(PROMPT)
+    run.publish(0)
+
+    async def scenario() -> list[list[float]]:
+        engine = PlantedEngine(load_model("miniature"), load_tokenizer("miniature"))
+        await engine.start()
+        client = RunStore(run.store).curve_client()
+        with ThreadPoolExecutor(1) as redis:
+            follows = Following(run.config, "serve-0", run.store, client, engine, redis, "")
+            check, found = follows._check, []
+
+            async def work() -> int:
+                if not found:
+                    await asyncio.to_thread(run.publish, 1)
+                    while engine.version != Version(term=run.term, step=1):
+                        await asyncio.sleep(0.001)
+                (told,) = await engine.rank([np.array(tokens, np.int32)], 1)
+                found.append(told.own.tolist())
+                while check.counts.checks < 3 or check.suspect:
+                    await asyncio.sleep(0.001)
+                return len(found)
+
+            try:
+                await follows.start()
+                async with asyncio.timeout(60):
+                    assert await follows.vouch(work) == 2
+            finally:
+                await follows.close()
+                await engine.close()
+            assert check.counts.failures == 1
+        return found
+
+    wrong, right = asyncio.run(scenario())
+    assert right == pytest.approx(run.logprobs(tokens), abs=1e-4)
+    assert wrong != pytest.approx(right, abs=1e-4)

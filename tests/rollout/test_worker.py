@@ -23,6 +23,7 @@ from tandem.common.config import Config, build, to_yaml
 from tandem.common.models import load_model, load_tokenizer, resolve
 from tandem.common.prompts import render
 from tandem.common.records import (
+    ENVIRONMENT,
     CommitResult,
     ExpertTrace,
     FinishReason,
@@ -637,6 +638,38 @@ PLANTED = (
     "replay.max_attempts=1",
 )
 """One failed attempt of a group is its last."""
+
+
+def test_no_more_groups_of_episodes_are_leased_than_a_batch_has(
+    tmp_path: Path, pools: Any, servers: Any
+) -> None:
+    use = "environments.use={world: {form: agent, target: 'played_worlds:agent'}}"
+    (tmp_path / "redis").mkdir()
+    config = settings(*SCRIPTED, use, "replay.groups_per_step=9")
+    with servers.running(tmp_path / "redis") as server:
+        bench = Bench(server, pools.StandInPool, tmp_path, config)
+        try:
+            task = {ENVIRONMENT: {"name": "world", "row": {}}}
+            bench.runs.put_problems([replace(one, extra=task) for one in bench.problems])
+            # A server that nobody reaches: no episode ends.
+            known = {
+                "endpoint": "tcp://127.0.0.1:9",
+                "public_key": bench.pool.address.public_key,
+                "environments": ["world"],
+                "slots": 1,
+            }
+            bench.members.register("environments", "environments-0", known)
+            bench.worker()
+
+            def playing() -> dict[str, Any] | None:
+                bench.members.beat("environments-0")
+                report = bench.runs.reports().get("rollout-0", {})
+                return report if (report.get("episodes") or {}).get("under_way") else None
+
+            report = until(playing, lambda: bench.log()[-3000:])
+            assert (report["leases"], report["episodes"]["under_way"]) == (3, 12)
+        finally:
+            bench.close()
 
 
 @contextmanager

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
 # In this folder.
-from endpoint_calls import RUN_KEY, Served, run
+from endpoint_calls import RUN_KEY, Served, run, sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.common.records import FinishReason, Source
 from tandem.rollout.endpoint.live import GrowingText
 
 QUESTION = [{"role": "user", "content": "what is 2+2?"}]
@@ -145,6 +148,104 @@ def test_what_was_streamed_in_a_session_is_recorded(serving: Any) -> None:
             assert shown == found.texts[0]
 
     run(scenario())
+
+
+async def read_some(served: Served, session: Any, messages: Any) -> str:
+    """Leaves a stream after a few tokens; returns what it read."""
+    shown = ""
+    stream = await served.client(session).chat.completions.create(
+        model="tiny", messages=messages, stream=True
+    )
+    async for chunk in stream:
+        shown += "".join(text_of(choice) for choice in chunk.choices)
+        if len(shown) > 20:
+            break
+    await stream.close()
+    return shown
+
+
+def test_a_client_that_leaves_a_stream_of_a_session_goes_on_with_what_it_has_read(
+    serving: Any,
+) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            session = served.open(sampling=sampling(max_new_tokens=1500), stop=())
+            shown = await read_some(served, session, QUESTION)
+            more = [{"role": "assistant", "content": shown}, {"role": "user", "content": "go on"}]
+            await served.client(session).chat.completions.create(
+                model="tiny", messages=[*QUESTION, *more], max_tokens=4
+            )
+            found = await served.endpoint.finish(session, was_cut=False)
+            first, second = found.turns
+            assert found.texts[0] == shown
+            assert served.tokenizer.decode(found.tokens[first.start : first.end].tolist()) == shown
+            assert "go on" in served.tokenizer.decode(
+                found.tokens[first.end : second.start].tolist()
+            )
+            own = found.source == Source.OWN
+            assert own.sum() == first.end - first.start + second.end - second.start
+            assert np.isfinite(found.logprobs[own]).all()
+            assert [(span.start, span.end) for span in found.spans] == [
+                (first.start, first.end),
+                (second.start, second.end),
+            ]
+            assert (found.branches, found.retokenised) == (0, 0)
+
+    run(scenario())
+
+
+def test_an_episode_that_ends_with_a_part_of_a_stream_keeps_that_turn(serving: Any) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            session = served.open(sampling=sampling(max_new_tokens=1500), stop=())
+            shown = await read_some(served, session, QUESTION)
+            while served.engine.stats().running_rows:
+                await asyncio.sleep(0.001)
+            found = await served.endpoint.finish(session, was_cut=False)
+            assert found.texts[0].startswith(shown)
+            assert (len(found.turns), found.finish_reason) == (1, FinishReason.STOP)
+
+    run(scenario())
+
+
+def byte_tokenizer() -> Any:
+    """As Llama 2's: characters without a token of their own are tokens of bytes."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b"]
+    made = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, [], byte_fallback=True))
+    made.add_special_tokens(["<s>", "</s>"])
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+BYTES = byte_tokenizer()
+
+
+def test_bytes_that_are_tokens_are_shown_as_the_characters_that_they_become() -> None:
+    tokens = [BYTES.token_to_id("▁a"), *(3 + byte for byte in "é€".encode()), 3 + 0xC3]
+    growing = GrowingText(BYTES, ())
+    assert "".join(growing.add([token]) for token in tokens) == "a"
+    whole = "a" + "\ufffd" * 6 + "b"
+    assert growing.add([BYTES.token_to_id("b")]) == whole[1:]
+    assert BYTES.decode([*tokens, BYTES.token_to_id("b")]) == whole
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 3 + 0x41, 3 + 0xC3, 3 + 0xA9, 259, 260, 261])))
+def test_no_text_that_is_shown_becomes_another_one(tokens: list[int]) -> None:
+    growing = GrowingText(BYTES, ())
+    shown = "".join(growing.add([token]) for token in tokens)
+    whole = BYTES.decode(tokens)
+    assert whole.startswith(shown)
+    assert shown or "b" not in whole
 
 
 @settings(deadline=None)

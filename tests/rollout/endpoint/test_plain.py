@@ -345,3 +345,29 @@ def test_an_engine_without_ranks_says_so(serving: Any, monkeypatch: pytest.Monke
         assert "can't score" in answer["error"]["message"]
 
     scenario(serving, body)
+
+
+def test_what_nobody_vouches_for_is_done_again_and_answered_as_if_once(serving: Any) -> None:
+    done = 0
+
+    async def twice(work: Any) -> Any:
+        nonlocal done
+        done += 1
+        await work()
+        return await work()
+
+    asked = {"prompt": list(PROMPTS), "n": 2, "seed": 3, "echo": True, "logprobs": 2}
+    answers: list[Any] = []
+
+    async def body(client: Client, served: Any) -> None:
+        answers.append((await client("/v1/completions", max_tokens=8, **asked))["choices"])
+        params = {"max_tokens": 8, "seed": 3}
+        answers[-1] += (
+            await client("/inference/v1/generate", token_ids=[5, 6, 7], sampling_params=params)
+        )["choices"]
+
+    scenario(serving, body)
+    scenario(serving, body, vouch=twice)
+    assert answers[1] == answers[0]
+    # What is sampled on either route, and what is scored.
+    assert done == 3

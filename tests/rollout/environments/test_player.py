@@ -96,7 +96,7 @@ def together(run: Run, model: Any, *requests: GroupRequest) -> dict[str, Finishe
     async def scenario() -> dict[str, FinishedGroup]:
         async with playing(run, model) as player, asyncio.timeout(100):
             found = {group.group_id: group async for group in player.generate(requests)}
-            assert player.busy == 0
+            assert (player.episodes, player.over) == (0, 0)
             assert {name: group.error for name, group in found.items() if group.error} == {}
             return found
 
@@ -157,13 +157,13 @@ def test_episodes_of_one_seed_are_the_same_and_those_of_a_group_differ(
 def test_the_models_time_is_no_time_of_an_agents_environment(run: Run, model: Any) -> None:
     async def scenario() -> list[FinishedGroup]:
         async with playing(run, model) as player, asyncio.timeout(100):
-            sample = player._endpoint._sample
+            sample = player._endpoint._turns.sample
 
             async def slow(*given: Any) -> Any:
                 await asyncio.sleep(0.5)
                 return await sample(*given)
 
-            player._endpoint._sample = slow  # type: ignore[method-assign]
+            player._endpoint._turns.sample = slow  # type: ignore[method-assign]
             asked = request("0-0", "agent", count=2, question="how long?", answer="half a second")
             return [group async for group in player.generate([asked])]
 
