@@ -611,6 +611,7 @@ STAGED = {
 """Presets that are made of others, with the number of their runs."""
 UNPUBLISHED = (
     "qwen2.5-math-7b-luffy-8gpu",
+    "qwen2.5-math-7b-exgrpo-8gpu",
     "qwen2.5-math-1.5b-grpo-2gpu",
     "qwen2.5-0.5b-grpo-1gpu",
     "qwen2.5-1.5b-lora-1gpu",
