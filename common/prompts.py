@@ -114,8 +114,9 @@ def _flatten_globals(tokenizer: Any) -> None:
     the ChainMap that they are otherwise this takes longer than to render a prompt."""
     utils = sys.modules.get("transformers.utils.chat_template_utils")
     compiled = getattr(utils, "_compile_jinja_template", None)
-    if compiled is not None:
-        template = compiled(tokenizer.get_chat_template())
+    own = getattr(tokenizer, "get_chat_template", None)
+    if compiled is not None and own is not None:
+        template = compiled(own())
         if isinstance(template.globals, ChainMap):
             template.globals = dict(template.globals)
 
