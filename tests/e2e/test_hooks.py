@@ -108,6 +108,7 @@ def same(one: Path, other: Path) -> bool:
     return all(np.array_equal(value, theirs[name]) for name, value in mine.items())
 
 
+@pytest.mark.byhand
 def test_a_callback_stops_a_run_by_an_evaluation_and_the_run_can_go_on(here: Path) -> None:
     """It ends as a run ends: checkpoint, model, last evaluation, summary."""
     folder = here / "run"
@@ -216,6 +217,7 @@ def test_stages_and_offline_runs_have_callbacks_too(here: Path) -> None:
     assert 3 <= summary(top / "rl")["steps"] < 60
 
 
+@pytest.mark.byhand
 def test_a_schedule_of_ones_own_survives_a_kill_in_every_bit(here: Path) -> None:
     common = ("offline", *BRIEF, *QUIET, "run.steps=40", "learner.optimizer.warmup_steps=2")
     common += ("learner.checkpoint_every=5", "learner.optimizer.schedule=hooks:decay")

@@ -19,6 +19,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.byhand
 def test_an_archive_is_made_and_its_pairs_are_learned(tmp_path: Path) -> None:
     """Killed while the archive is made and again while it is trained on, the run goes on each time."""
     words = ("offline", "miniature-dpo", "run.dir=run", *FEW, *QUICK)

@@ -41,6 +41,7 @@ def state(folder: Path) -> str:
         return ""
 
 
+@pytest.mark.byhand
 def test_sft_and_then_rl_survive_kills_in_each_stage_and_between_them(tmp_path: Path) -> None:
     top = tmp_path / "runs" / "miniature-sft-rl"
     sft, rl = top / "sft", top / "rl"

@@ -100,6 +100,7 @@ def until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.byhand
 def test_killed_twice_it_ends_with_the_same_bytes(
     place: Path, whole: Path, tandem_command: str
 ) -> None:

@@ -247,6 +247,7 @@ print(json.dumps({name: [one.prompt_text for one in problems] for name, problems
 """
 
 
+@pytest.mark.byhand
 def test_a_run_reads_the_revision_of_a_set_that_it_names(
     standin: StandinHub, environment: dict[str, str], tmp_path: Path
 ) -> None:

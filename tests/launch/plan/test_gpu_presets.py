@@ -70,7 +70,7 @@ def test_only_the_published_preset_leaves_own_tokens_without_a_clip_and_it_wants
     assert of(LUFFY) == (4, (0.2, 0.2, 3.0))
 
 
-@pytest.mark.parametrize("kind", ["H100", "A100"])
+@pytest.mark.parametrize("kind", [pytest.param("H100", marks=pytest.mark.byhand), "A100"])
 def test_the_luffy_presets_have_the_splits_that_are_reckoned_fastest(kind: str) -> None:
     """What they say of themselves in their first lines."""
 

@@ -108,6 +108,7 @@ def test_config_yaml(folder: RunFolder) -> None:
     assert 0 < accepted < 8 * len(seal)
 
 
+@pytest.mark.byhand
 def test_a_resume_refuses_them_all_before_it_changes_anything(folder: RunFolder) -> None:
     right = open_folder(load("miniature"), [], fresh=False)
     for path in (folder.config, folder.run_json):

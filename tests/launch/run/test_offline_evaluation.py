@@ -19,6 +19,7 @@ from tandem.launch.run.opened.presets import load
 ON_CPU = Placement(learner=((),), rollout=())
 
 
+@pytest.mark.byhand
 def test_what_was_computed_before_a_failure_stays(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.make()

@@ -187,6 +187,7 @@ def test_commands_about_a_run_take_the_stage_that_was_begun_last() -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.byhand
 def test_a_command_that_ended_before_the_sum_up_makes_up_for_it() -> None:
     path = written("""
 base: miniature-sft

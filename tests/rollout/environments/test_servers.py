@@ -131,6 +131,7 @@ def test_an_episode_whose_only_server_dies_fails_by_no_fault_of_the_policy(
     assert "was lost 1 times" in played.detail
 
 
+@pytest.mark.byhand
 def test_a_stopped_server_is_lost_too(own: Run, endpoint: Any, shared: Path) -> None:
     with own.server() as server:
         until(own.members, 90)
