@@ -337,6 +337,11 @@ class Sample(Record, frozen=True, kw_only=True, eq=False, omit_defaults=True):
                 raise ValueError(f"a sample of {length} tokens has a turn to its token {turn.end}")
 
     @property
+    def is_own(self) -> bool:
+        """Whether the policy sampled all of it, with a log-prob for every token."""
+        return bool((self.source == Source.OWN).all() and np.isfinite(self.logprobs).all())
+
+    @property
     def has_verdict(self) -> bool:
         """Whether it has a verdict to learn from. Without a reward it has none: no component that
         pays had anything to say of it."""
@@ -404,6 +409,26 @@ class ExpertTrace(Record, frozen=True, kw_only=True, eq=False):
                 f"a trace's arrays differ in length: tokens {len(self.tokens)}, logprobs "
                 f"{len(self.logprobs)}"
             )
+
+    @classmethod
+    def of(
+        cls, sample: Sample, *, trace_id: str, problem_id: str, tokenizer_digest: str
+    ) -> ExpertTrace:
+        """The trace that a graded sample is for another step or run."""
+        assert sample.verdict is not None
+        return cls(
+            trace_id=trace_id,
+            problem_id=problem_id,
+            tokens=sample.tokens,
+            # Those of a prefix are another model's.
+            logprobs=sample.logprobs if sample.is_own else None,
+            text=sample.text,
+            tokenizer_digest=tokenizer_digest,
+            reward=sample.reward,
+            verdict=sample.verdict,
+            components=sample.components,
+            grader=sample.grader,
+        )
 
 
 class Group(Record, frozen=True, kw_only=True, eq=False):

@@ -26,7 +26,7 @@ import numpy as np
 
 from ..common.errors import StoreError
 from ..common.plain import damaged, read_json
-from ..common.records import ExpertTrace, FinishReason, Group, Sample, Source, Verdict
+from ..common.records import ExpertTrace, FinishReason, Group, Sample, Verdict
 from ..common.seeds import keyed_seed
 from .ledger_records import WAY_OUT
 from .store import RunStore
@@ -77,10 +77,7 @@ def success_of(group: Group) -> tuple[int, int, Sample | None]:
     whole = [
         sample
         for sample in right
-        if sample.finish_reason is FinishReason.STOP
-        and len(sample.tokens)
-        and (sample.source == Source.OWN).all()
-        and np.isfinite(sample.logprobs).all()
+        if sample.finish_reason is FinishReason.STOP and len(sample.tokens) and sample.is_own
     ]
     best = min(whole, key=lambda sample: -float(np.mean(sample.logprobs)), default=None)
     return len(right), len(graded), best
@@ -138,8 +135,14 @@ class Experience:
             elif before is not None:
                 now = Known(right, graded, before.trace)
             elif best is not None:
-                traces.append(_trace(group, best))
-                now = Known(right, graded, traces[-1].trace_id)
+                name = f"{group.problem_id}#own"
+                traces.append(
+                    # The tokenizer is the run's own.
+                    ExpertTrace.of(
+                        best, trace_id=name, problem_id=group.problem_id, tokenizer_digest=""
+                    )
+                )
+                now = Known(right, graded, name)
             else:
                 continue
             known[group.problem_id] = now
@@ -171,20 +174,3 @@ def _known(name: str, data: bytes) -> Known:
     if kinds != [int, int, str]:
         raise damaged(what, "isn't two counts and a trace's id", StoreError, WAY_OUT)
     return Known(*found)
-
-
-def _trace(group: Group, sample: Sample) -> ExpertTrace:
-    assert sample.verdict is not None
-    return ExpertTrace(
-        trace_id=f"{group.problem_id}#own",
-        problem_id=group.problem_id,
-        tokens=sample.tokens,
-        logprobs=sample.logprobs,
-        text=sample.text,
-        # The run's own.
-        tokenizer_digest="",
-        reward=sample.reward,
-        verdict=sample.verdict,
-        components=sample.components,
-        grader=sample.grader,
-    )

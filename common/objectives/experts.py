@@ -115,7 +115,6 @@ class ExGrpo(Expert, Clipped):
     source = "arXiv 2510.02245; a problem comes in its turn, and with its success by the weights of the paper's buckets"
     use = "Hard problems that the model has solved before and seldom solves again."
     unit = "group"
-    replays = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,8 +103,6 @@ class ObjectiveConfig:
     nothing; something if the trace's advantage isn't 0; or always something."""
     rejects: ClassVar[bool] = False
     """Whether it learns from responses that the data call worse or unwanted."""
-    replays: ClassVar[bool] = False
-    """Whether the run's own past successes take the places of expert traces (``expert.per_group=1``)."""
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` for values that don't go together."""

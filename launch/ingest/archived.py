@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from ...common.config import Config, EvalSetConfig, SourceConfig
@@ -302,7 +301,9 @@ class _Made:
     def add(self, group: Group, samples: Sequence[Sample]) -> None:
         name = f"{self._name}/{len(self.problems)}"
         traces = [
-            _trace(sample, f"{name}#{place}", name, self._digest)
+            ExpertTrace.of(
+                sample, trace_id=f"{name}#{place}", problem_id=name, tokenizer_digest=self._digest
+            )
             for place, sample in enumerate(samples)
         ]
         self.traces += traces
@@ -318,21 +319,3 @@ class _Made:
                 extra=group.extra,
             )
         )
-
-
-def _trace(sample: Sample, trace_id: str, problem_id: str, digest: str) -> ExpertTrace:
-    known = (sample.source == Source.OWN).all() and np.isfinite(sample.logprobs).all()
-    assert sample.verdict is not None
-    return ExpertTrace(
-        trace_id=trace_id,
-        problem_id=problem_id,
-        tokens=sample.tokens,
-        # Those of a prefix are another model's.
-        logprobs=sample.logprobs if known else None,
-        text=sample.text,
-        tokenizer_digest=digest,
-        reward=sample.reward,
-        verdict=sample.verdict,
-        components=sample.components,
-        grader=sample.grader,
-    )

@@ -16,6 +16,7 @@ import difflib
 import math
 
 from ...objectives import OBJECTIVES, WITHOUT_GROUP
+from ...objectives.experts import ExGrpo
 from ...objectives.keys import Entropy, Expert
 from ...records import Verdict
 from ..reading.of_set import of_set
@@ -67,7 +68,7 @@ def _online(config: Config) -> bool:
 
 def replays_own(config: Config) -> bool:
     """Whether own past successes come back as rows of groups, in the places of expert traces."""
-    return config.learner.objective.replays and _online(config)
+    return isinstance(config.learner.objective, ExGrpo) and _online(config)
 
 
 def _replayed(config: Config) -> str | None:
