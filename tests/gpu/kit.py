@@ -92,7 +92,7 @@ PARTS = (
         seconds=100,
     ),
     Part(name="nccl", title="NCCL", target="part_tests:nccl", seconds=180),
-    Part(name="tests", title="Tests marked gpu", target="part_tests:others", seconds=150),
+    Part(name="tests", title="Tests marked gpu", target="part_tests:others", seconds=240),
     Part(name="vllm", title="The miniature with vLLM", target="part_runs:vllm", seconds=240),
 )
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 SECONDS = 0.5
@@ -61,25 +62,39 @@ def product_flops(device: torch.device, dtype: torch.dtype, size: int) -> float:
     return 2 * size**3 * count / products(count)
 
 
-def kernels(
-    device: torch.device, work: Callable[[], object]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Where the time of some work goes on a GPU.
+def kernels(device: torch.device, work: Callable[[], object]) -> dict[str, dict[str, float]]:
+    """Where the time of some work goes on a GPU, from its first kernel's start to its last one's end.
 
     Returns:
-        Shares of its time by kind of kernel (:data:`KINDS`), ``idle`` among them, which includes what the profiler
-        itself costs; and the seconds of the ten kernels that take longest, by name.
+        ``shares`` of the time by kind of kernel (:data:`KINDS`), ``idle`` among them; seconds of the ten ``longest_kernels``
+        by name; and ``waits``, the seconds of idleness before the ten for which the GPU waited longest in all.
+        The profiler slows the host down, so that without it less is idle.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        took = timed(device, work)
+        work()
+        settle(device)
+    ran = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in found.events()
+        if event.device_type == DeviceType.CUDA
+    )
     seconds: Counter[str] = Counter()
-    for event in found.key_averages():
-        seconds[event.key] += event.self_device_time_total / 1e6
+    waits: Counter[str] = Counter()
+    until = first = ran[0][0]
+    for start, end, name in ran:
+        seconds[name] += (end - start) / 1e6
+        waits[name] += max(0.0, start - until) / 1e6
+        until = max(until, end)
+    took = (until - first) / 1e6
     kinds: Counter[str] = Counter()
     for name, each in seconds.items():
         lower = name.lower()
         kind = next((kind for kind, parts in KINDS if any(p in lower for p in parts)), OTHERS)
         kinds[kind] += each
-    shares = {kind: each / took for kind, each in kinds.most_common() if each > 0}
-    shares["idle"] = 1 - sum(shares.values())
-    return shares, {name[:160]: each for name, each in seconds.most_common(10) if each > 0}
+    shares = {kind: each / took for kind, each in kinds.most_common()}
+    shares["idle"] = sum(waits.values()) / took
+    return {
+        "shares": shares,
+        "longest_kernels": {name[:160]: each for name, each in seconds.most_common(10)},
+        "waits": {name[:160]: each for name, each in waits.most_common(10)},
+    }

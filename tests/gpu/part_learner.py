@@ -40,12 +40,12 @@ WAYS: dict[str, Settings] = {
     "padded": {"model.attention": "sdpa"},
     "checkpointing": {"learner.gradient_checkpointing": True},
     "lora": {"learner.lora": {}},
-    "offload": {"learner.offload": "optimizer"},
     "varlen": {"model.attention": "varlen"},
     "flash_attention_2": {"model.attention": "flash_attention_2"},
     # Late, since its kernels are compiled first.
     "flex": {"model.attention": "flex"},
-    # Last: DeepSpeed keeps the memory of a float16 engine after its end.
+    # Last: DeepSpeed keeps these engines' weights after their end.
+    "offload": {"learner.offload": "optimizer"},
     "float16": {"model.dtype": "float16"},
 }
 """Settings of each way; one that this version of Tandem, or this machine, doesn't have is not run."""
@@ -175,10 +175,10 @@ def _one(
     longer = sum(length**2 for length in lengths) / tokens
     flops = 3 * forward_flops(shape, tokens, longer) / took
     held = watch.take()
-    shares, longest = {}, {}
+    times: dict[str, dict[str, float]] = {}
     if device.type == "cuda" and not settings:
         groups, _ = _groups(sizes, shape.vocabulary, sizes.updates + 2)
-        shares, longest = kernels(device, lambda: updates.train(sizes.updates + 2, groups, lr=1e-6))
+        times = kernels(device, lambda: updates.train(sizes.updates + 2, groups, lr=1e-6))
     best = product_flops(device, model.dtype, sizes.matrix)
     there = sum(size for name, size in planned.parts.items() if name not in OUTSIDE)
     return {
@@ -204,8 +204,7 @@ def _one(
         **{f"{part}_bytes": int(size) for part, size in held.items()},
         "planned_bytes": there,
         "planned_parts": dict(planned.parts),
-        "shares": shares,
-        "longest_kernels": longest,
+        **times,
     }
 
 

@@ -237,11 +237,11 @@ def test_the_bucket_stops_growing_with_the_model() -> None:
 
 def test_activations_by_hand() -> None:
     # 8·8 + 2·8 + 2·4 + 4·16 + 2·2 + 4 = 160 numbers a token and layer; 16,384 tokens of 2 bytes.
-    kept = config("learner.gradient_checkpointing=false", *SIXTEEN)
+    kept = config("learner.gradient_checkpointing=false", "model.kernels=plain", *SIXTEEN)
     assert longest_pass(kept).tokens == 16_384
     assert memory.activations(kept, SMALL, "cuda") == 2 * 16_384 * 2 * 160
     # Each layer's input, and one layer whole.
-    again = config("learner.gradient_checkpointing=true", *SIXTEEN)
+    again = config("learner.gradient_checkpointing=true", "model.kernels=plain", *SIXTEEN)
     assert memory.activations(again, SMALL, "cuda") == 2 * 16_384 * (2 * 8 + 160)
 
 
@@ -331,7 +331,7 @@ def test_activations_are_what_autograd_keeps(dtype: str) -> None:
         return sum(kept.values())
 
     a_layer = (saved(3) - saved(1)) / 2
-    pass_ = config(f"model.dtype={dtype}", *SIXTEEN)
+    pass_ = config(f"model.dtype={dtype}", "model.kernels=plain", *SIXTEEN)
     by_token = memory.kept_by_layer(pass_, shape, "cuda") / longest_pass(pass_).tokens
     assert a_layer == pytest.approx(tokens * by_token, rel=0.02)
 

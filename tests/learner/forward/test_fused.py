@@ -19,6 +19,10 @@ from tandem.learner.forward import fused
 from tandem.learner.forward.policy import Policy
 from tandem.learner.rows.microbatch import micro_batch
 
+NO_MLP = ("Qwen3 MoE", "Mixtral", "gpt-oss")
+"""Families whose MLPs Liger doesn't have, or whose experts are all the MLPs that they have."""
+NONE = ("Nemotron",)
+"""Families of which Liger has only what isn't taken."""
 AGREE = [family.name for family in families.FAMILIES if not family.learner]
 
 
@@ -105,6 +109,42 @@ def test_without_a_gpu_there_are_none() -> None:
         policy.choose_kernels(kernels="liger")
 
 
+@pytest.mark.parametrize("name", AGREE)
+def test_ligers_own_patch_leaves_experts_alone_and_is_undone(name: str) -> None:
+    pytest.importorskip("liger_kernel")
+    model = families.model(families.family(name))
+    if model.config.model_type not in monkey_patch().MODEL_TYPE_TO_APPLY_LIGER_FN:
+        pytest.skip(f"Liger has none for {model.config.model_type!r}")
+    source = sys.modules[type(model).__module__]
+    names = dict(vars(source))
+    before = [dict(vars(module)) for module in model.modules()]
+    if name in NONE:
+        with pytest.raises(ValueError, match="none of its layers has one"):
+            fused.fuse(model)
+        assert [dict(vars(module)) for module in model.modules()] == before
+        return
+    put_back = fused.fuse(model)
+    taken = {
+        type(module).__name__: vars(module)["forward"].__func__.__qualname__
+        for module in model.modules()
+        if "forward" in vars(module)
+    }
+    assert not any("Experts" in kind for kind in (*taken, *taken.values()))
+    assert any("RMSNorm" in kind for kind in taken)
+    assert any("MLP" in kind for kind in taken) == (name not in NO_MLP)
+    classes = {key: value for key, value in names.items() if isinstance(value, type)}
+    assert {key: getattr(source, key) for key in classes} == classes
+    put_back()
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert {key: getattr(source, key) for key in names} == names
+
+
+def monkey_patch() -> ModuleType:
+    from liger_kernel.transformers import monkey_patch
+
+    return monkey_patch
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", AGREE)
 def test_on_a_gpu_they_have_the_models_gradient(
@@ -115,6 +155,8 @@ def test_on_a_gpu_they_have_the_models_gradient(
     model = families.model(families.family(name)).cuda()
     if (reason := fused.refusal(model)) is not None:
         pytest.skip(reason)
+    if name in NONE:
+        pytest.skip("Liger has none that is taken")
     policy = Policy(model)
     micro = micro_batch(made_up.random_rows(3, temperature=0.7), "padded").to(model.device)
 
