@@ -89,7 +89,7 @@ def job_of(words: Iterable[str], name: str | None = None) -> Job:
         ConfigError: the preset or an override is wrong, or it has stages or trains offline.
     """
     from ..run.opened.presets import is_own, load, split
-    from ..run.opened.record import apart
+    from ..run.opened.record import as_kept
 
     preset_name, overrides = split(list(words), "miniature")
     preset = load(preset_name)
@@ -116,7 +116,7 @@ def job_of(words: Iterable[str], name: str | None = None) -> Job:
         # Those that are joined by + are found from the working directory alone, in which Slurm's jobs run.
         preset=str(preset.path) if own and preset.path.exists() else preset_name,
         preset_text=_text(preset.tree, str(config.run.dir)) if own else None,
-        overrides=tuple(apart(word)[0] for word in overrides),
+        overrides=tuple(as_kept(word) for word in overrides),
         config=config,
         demands=demands,
         notes=tuple(notes),
@@ -126,8 +126,12 @@ def job_of(words: Iterable[str], name: str | None = None) -> Job:
 def _text(tree: Mapping[str, Any], run_dir: str) -> str:
     """A preset with all that it inherits as a file that everybody may read, whatever that file's own name will be."""
     from ...common.config import yaml_text
+    from ...common.config.checks.deepspeed import content_of
 
     tree = {**tree, "run": {**tree.get("run", {}), "dir": run_dir}}
+    if (given := tree.get("learner", {}).get("deepspeed")) is not None:
+        # Of the file, which the hosts of the run may not have.
+        tree["learner"] = {**tree["learner"], "deepspeed": content_of(given)}
     url = tree.get("replay", {}).get("redis_url")
     if url is not None and password_in(url) is not None:
         tree["replay"] = {**tree["replay"], "redis_url": without_password(url)}

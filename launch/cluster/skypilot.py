@@ -67,7 +67,8 @@ def task(job: Job, site: Site) -> dict[str, str]:
         "image": site.image,
         "join_file": json.dumps(f"{here}/{JOIN}"),
         "preset_file": json.dumps(f"{here}/{PRESET}") if is_own else None,
-        "head_words": f"start {preset} {shlex.join(head)}",
+        # A line break, which is always quoted, would end the task's line.
+        "head_words": f"start {preset} {shlex.join(head)}".replace("\n", "'$'\\n''"),
         "hosts": demands.hosts,
         "workers": site.workers,
         "drain": f"{config.launch.drain_seconds:g}",

@@ -43,7 +43,7 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
     check_trackers(config)
     check_optimizers(config)
     check_engine(config, placement)
-    check_attention(config, placement)
+    check_kernels(config, placement)
     check_addresses(config)
     check_environments(config)
     if config.learner.source == "ledger" and config.reward.pools:
@@ -138,7 +138,7 @@ def check_engine(config: Config, placement: Placement) -> None:
         vllm_version.require()
 
 
-def check_attention(config: Config, placement: Placement) -> None:
+def check_kernels(config: Config, placement: Placement) -> None:
     """Raises ``ConfigError`` if the learner's attention or kernels are named and can't run here."""
     if config.model.kernels == "liger":
         if not any(placement.learner):

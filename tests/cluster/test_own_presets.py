@@ -110,3 +110,28 @@ def test_presets_of_tandems_own_are_named(here: Path) -> None:
     _, head = documents(here / "made" / "head.yaml")
     args = head["spec"]["template"]["spec"]["containers"][0]["args"]
     assert args[:2] == ["start", "miniature+miniature-easy"]
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "skypilot"])
+def test_other_hosts_get_the_settings_of_a_file_of_deepspeeds(here: Path, kind: str) -> None:
+    (here / "ds.json").write_text('{"zero_optimization": {"reduce_bucket_size": 1000}}')
+    (here / "with.yaml").write_text("base: miniature\nlearner: {deepspeed: ds.json}\n")
+    cluster(kind, "with.yaml", "learner.deepspeed=ds.json")
+    (document,) = documents(here / "made" / "preset.yaml")
+    tree = yaml.safe_load(*document["data"].values()) if kind == "kubernetes" else document
+    (here / "ds.json").unlink()
+    expected = {"zero_optimization": {"reduce_bucket_size": 1000}}
+    assert tree["learner"]["deepspeed"] == expected
+    made = (here / "made" / ("head.yaml" if kind == "kubernetes" else "task.yaml")).read_text()
+    assert made.count("reduce_bucket_size") == 1
+
+
+def test_a_line_break_in_a_setting_reaches_rented_machines(here: Path) -> None:
+    prompt = "Think.\nThen answer, it's due."
+    cluster("skypilot", "miniature", f"data.system_prompt={prompt}")
+    (task,) = documents(here / "made" / "task.yaml")
+    (start,) = re.findall(r'exec "\$tandem" (start .*)', task["run"])
+    said = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {start}"], capture_output=True, text=True, check=True
+    )
+    assert f"data.system_prompt={prompt}" in said.stdout.split("\0")

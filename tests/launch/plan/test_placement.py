@@ -159,19 +159,19 @@ def test_an_attention_that_this_host_cannot_run_is_told_before_anything_is_start
     for name in ("flash_attention_2", "flex"):
         config = load("miniature").resolve([*bf16, f"model.attention={name}"])
         with pytest.raises(ConfigError, match=rf"{name} needs a GPU.* set model\.attention=auto"):
-            preflight.check_attention(config, CPUS)
+            preflight.check_kernels(config, CPUS)
     flash = load("miniature").resolve([*bf16, "model.attention=flash_attention_2"])
     with pytest.raises(ConfigError, match=r"pip install --no-build-isolation flash-attn"):
-        preflight.check_attention(flash, ONE_GPU)
+        preflight.check_kernels(flash, ONE_GPU)
     liger = load("miniature").resolve([*bf16, "model.kernels=liger"])
     with pytest.raises(ConfigError, match=r"needs a GPU.* set model\.kernels=auto"):
-        preflight.check_attention(liger, CPUS)
+        preflight.check_kernels(liger, CPUS)
     with pytest.raises(ConfigError, match=r"pip install liger-kernel"):
-        preflight.check_attention(liger, ONE_GPU)
+        preflight.check_kernels(liger, ONE_GPU)
     for name in ("auto", "varlen", "flex"):
         config = load("miniature").resolve([*bf16, f"model.attention={name}"])
-        preflight.check_attention(config, ONE_GPU)
-    preflight.check_attention(load("miniature").resolve(["model.attention=varlen"]), CPUS)
+        preflight.check_kernels(config, ONE_GPU)
+    preflight.check_kernels(load("miniature").resolve(["model.attention=varlen"]), CPUS)
 
 
 def test_the_disk_that_a_run_may_need_grows_with_its_checkpoints() -> None:
