@@ -170,6 +170,34 @@ def _base(answer: Answer, gold: Gold) -> bool | None:
     return None
 
 
+_WRITTEN_MOD = re.compile(r"\\(?:text|mathrm|textrm|operatorname)\s*\{\s*(\(?)\s*mod(?:ulo)?\s*\}")
+_MODULUS = re.compile(
+    r"(?P<rest>.*?)[\s,]*\(?\s*\\?[pb]?mod(?:ulo)?(?![A-Za-z])\s*\(?\s*\{?\s*(?P<modulus>[0-9A-Za-z]+)\s*\}?\s*\)?",
+    re.DOTALL,
+)
+_CONGRUENT = re.compile(r"^\s*[A-Za-z]\s*\\equiv(?![A-Za-z])\s*")
+
+
+def _residue(answer: Answer, gold: Gold) -> bool | None:
+    """Residues: a modulus that only one side states is left out, like a unit; two must be the same."""
+    if "mod" not in answer.normalised and "mod" not in gold.normalised:
+        return None
+    ours, theirs = (_without_modulus(text) for text in (answer.normalised, gold.normalised))
+    if ours[1] is not None and theirs[1] is not None and ours[1] != theirs[1]:
+        return False
+    found = decide(ours[0], theirs[0], answer.mode) if any((ours[1], theirs[1])) else None
+    # Otherwise the engines after this one see both as they are.
+    return True if found is not None and found.verdict is Verdict.CORRECT else None
+
+
+def _without_modulus(text: str) -> tuple[str, str | None]:
+    """What is congruent, and modulo what: ``x \\equiv 17 \\pmod{20}`` is 17 and 20."""
+    match = _MODULUS.fullmatch(_WRITTEN_MOD.sub(r"\1 mod ", text))
+    if match is None:
+        return _CONGRUENT.sub("", text), None
+    return _CONGRUENT.sub("", match["rest"]), match["modulus"]
+
+
 # --- forms that a mode refuses ---------------------------------------------------------------
 
 
@@ -312,6 +340,7 @@ def _value(answer: Answer, gold: Gold) -> bool | None:
 
 
 ENGINES: tuple[tuple[str, Engine], ...] = (
+    ("residue", _residue),
     ("quantity", _quantity),
     ("number", _chain),
     ("number", _number),
