@@ -60,6 +60,9 @@ class History:
             self._evaluations.update({(one.set, one.step): one for one in found})
             return
         recent = self._recent
+        if "heldout/preference_pairs" in record:
+            # It comes after the record of its step.
+            return
         if recent and (step <= recent[-1]["step"] or record.get("term") != recent[-1].get("term")):
             # The learner was restarted: the time in between says nothing about the pace.
             recent.clear()

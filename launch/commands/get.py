@@ -7,6 +7,7 @@ repositories.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="org/model; or org/set, org/set:split, org/set/config:split; or names of benchmarks (default: all)",
     )
     parser.add_argument(
-        "--to", metavar="DIR", help="(default: models/NAME, data/NAME or benchmarks, here)"
+        "--to",
+        metavar="DIR",
+        help="(default: models/NAME, data/NAME-CONFIG-SPLIT or benchmarks, here)",
     )
     parser.add_argument("--revision", metavar="NAME", help="a branch, tag or commit")
 
@@ -41,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     if "/" not in name:
         raise ConfigError(f"{name} isn't a name on the hub: write org/name")
     tell, end = _progress(sys.stderr)
-    short = name.partition(":")[0].split("/")[1]
+    # A folder is read with all that is in it, so each configuration and split has its own.
+    short = "-".join(re.split("[/:]", name)[1:])
     if arguments.kind == "model":
         to = Path(arguments.to or Path("models") / short).expanduser()
         hub.get_model(name, to, arguments.revision, tell)

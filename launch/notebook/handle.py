@@ -197,11 +197,12 @@ class Run:
         Raises:
             DeadlineError: it hasn't ended after ``seconds``; it goes on draining.
         """
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
+        # One signal: a second one ends everything at once.
         process = supervising(self.folder)
         if process is not None:
             ask_to_end(self.folder, process, seconds)
+        elif self._process is not None and self._process.poll() is None:
+            self._process.terminate()
         if self._process is not None:
             try:
                 self._process.wait(seconds)

@@ -16,6 +16,7 @@ from ...replay import archive
 WHOLE = ("step", "term")
 """Columns that are whole numbers."""
 EVALUATION = "eval/"
+PAIRS = "heldout/preference_pairs"
 
 
 def table(rows: Iterable[Mapping[str, Any]], first: Collection[str] = ()) -> pa.Table:
@@ -52,7 +53,13 @@ def _kind(value: Any) -> type:
 
 def metrics(records: Iterable[Mapping[str, Any]]) -> pa.Table:
     """The records of ``metrics.jsonl`` that aren't evaluations; of steps that were trained again the last one."""
-    last = {r.get("step"): r for r in records if f"{EVALUATION}id" not in r}
+    last: dict[Any, Mapping[str, Any]] = {}
+    for record in records:
+        if f"{EVALUATION}id" in record:
+            continue
+        step = record.get("step")
+        # Held-out pairs have a record of their own, after their step's.
+        last[step] = {**last.get(step, {}), **record} if PAIRS in record else record
     return table(last.values(), ("step", "term", "time"))
 
 

@@ -188,7 +188,7 @@ def _run_stages(
     top = RunFolder(folder_of(preset, overrides))
     before = _read(top, preset)
     if before is not None and fresh:
-        _open(placed(preset, overrides), overrides, [])
+        _open(placed(preset, overrides), overrides, [], fresh=True)
         _move_aside(top, before["stages"], terminal)
         before = None
     known = before["overrides"] if before is not None else []
@@ -241,10 +241,10 @@ def _read(top: RunFolder, preset: Preset) -> dict[str, Any] | None:
 
 
 def _open(
-    stages: Sequence[Placed], overrides: Sequence[str], known: Sequence[str]
+    stages: Sequence[Placed], overrides: Sequence[str], known: Sequence[str], fresh: bool = False
 ) -> list[Opening]:
     """Looks at every stage's folder and refuses what can't work; writes nothing."""
-    openings = [_opening(stage, stages, overrides, known) for stage in stages]
+    openings = [_opening(stage, stages, overrides, known, fresh) for stage in stages]
     kinds = [opening.kind for opening in openings]
     for place, stage in enumerate(stages):
         later = [s.label for s, kind in zip(stages, kinds, strict=True) if kind is not Kind.NEW]
@@ -259,13 +259,17 @@ def _open(
 
 
 def _opening(
-    stage: Placed, stages: Sequence[Placed], overrides: Sequence[str], known: Sequence[str]
+    stage: Placed,
+    stages: Sequence[Placed],
+    overrides: Sequence[str],
+    known: Sequence[str],
+    fresh: bool = False,
 ) -> Opening:
-    begun = (stage.folder / "run.json").exists()
+    begun = (stage.folder / "run.json").exists() and not fresh
     # A run that has begun knows the settings of its earlier starts.
     words = words_of(stage, overrides if begun else [*known, *overrides], stages)
     try:
-        return open_folder(stage.preset, words, fresh=False)
+        return open_folder(stage.preset, words, fresh=fresh)
     except ConfigError as error:
         raise ConfigError(f"stage {stage.label}: {error}") from None
 

@@ -31,6 +31,13 @@ def test_evaluations_are_all_kept_and_are_no_steps() -> None:
     assert made.step == 100
 
 
+def test_held_out_pairs_are_no_step() -> None:
+    made = history(100)
+    before = made.seconds_per_step(), made.last("reward/mean")
+    made.add(record(100, **{"heldout/preference_pairs": 7.0}))
+    assert (made.seconds_per_step(), made.last("reward/mean")) == before
+
+
 def test_the_time_between_two_lives_of_the_learner_is_no_pace() -> None:
     made = history(100)
     made.add(record(101, term=2, time=10_000.0))

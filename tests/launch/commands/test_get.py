@@ -160,7 +160,12 @@ def test_the_split_of_a_data_set(
     assert done.returncode == 0, done.stderr
     from tandem.replay.forms import read_rows
 
-    assert len(list(read_rows(tmp_path / "data" / "set" / "main"))) == 6
+    assert len(list(read_rows(tmp_path / "data" / "set-main-train"))) == 6
+    # A folder is read with all that is in it.
+    done = get(environment, tmp_path, "data", "org/set/main:test")
+    assert done.returncode == 0, done.stderr
+    assert len(list(read_rows(tmp_path / "data" / "set-main-test"))) == 1
+    assert len(list(read_rows(tmp_path / "data" / "set-main-train"))) == 6
     done = get(environment, tmp_path, "data", "org/set:validation")
     assert "has no data files of that name (it has README.md, main/test.jsonl" in done.stderr
 

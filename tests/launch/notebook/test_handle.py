@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 import tandem.launch
 from tandem.common.errors import DataError, DeadlineError, TandemError
+from tandem.launch.notebook.handle import Run
 
 QUICK = {
     "evaluate.every": 4,
@@ -80,6 +83,32 @@ def test_a_run_is_started_looked_at_stopped_resumed_and_read(
     groups = found.groups(range(2, 4))
     assert sorted(set(groups.column("step").to_pylist())) == [2, 3]
     assert found.groups().num_rows == 8 * len(steps)
+
+
+COUNTS = """
+import signal, sys, time
+from pathlib import Path
+from tandem.common.run_folder import RunFolder
+from tandem.launch.host.folder_lock import FolderLock
+
+seen = []
+signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+FolderLock(RunFolder(Path(sys.argv[1]))).take()
+print("ready", flush=True)
+while not seen:
+    time.sleep(0.01)
+time.sleep(0.3)
+print(len(seen), flush=True)
+"""
+
+
+def test_a_stop_is_one_signal_since_a_second_one_ends_everything_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COUNTS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        Run(tmp_path, process=process).stop(30)
+        assert process.stdout.read() == b"1\n"
 
 
 def test_a_refused_run_raises_what_the_command_says(

@@ -38,6 +38,12 @@ def test_metrics_are_the_steps_without_evaluations_and_a_repeated_step_counts_on
     assert made.to_pylist() == [{**STEP, "term": 2, "train/loss": 2.0}]
 
 
+def test_held_out_pairs_belong_to_their_step() -> None:
+    pairs = {"heldout/preference_pairs": 7.0}
+    made = tables.metrics([{**STEP, "train/loss": 3.0}, {**STEP, **pairs}])
+    assert made.to_pylist() == [{**STEP, "train/loss": 3.0, **pairs}]
+
+
 def test_evaluations_of_several_sets_share_their_columns() -> None:
     records = [
         {**STEP, "eval/id": "a@1", "eval/due": 1, "eval/version": "1.1", "eval/a/accuracy": 0.25},

@@ -10,6 +10,7 @@ import pytest
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import newest_stage
 from tandem.launch.run.opened.presets import load
+from tandem.launch.run.several import stages
 from tandem.launch.run.several.stages import folder_of, of_preset, placed, run_words, words_of
 
 TWO = """
@@ -168,6 +169,26 @@ def test_a_folder_of_something_else_is_left_alone() -> None:
     Path("runs/mine/stages.json").write_text(json.dumps({"preset": "other", "stages": []}))
     with pytest.raises(DataError, match="holds something other than the stages of mine"):
         run_words([path], fresh=True, offline=False, plain=True)
+
+
+def test_fresh_stages_ask_nothing_of_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(TWO)
+    top = Path("runs/mine")
+    (top / "sft").mkdir(parents=True)
+    (top / "stages.json").write_text(
+        json.dumps({"preset": "mine", "overrides": [], "stages": ["sft", "rl"]})
+    )
+    # Its settings are gone.
+    (top / "sft" / "run.json").write_text(json.dumps({"run_id": "a", "preset": "mine"}))
+    with pytest.raises(DataError, match="start over with --fresh"):
+        run_words([path], fresh=False, offline=False, plain=True)
+    begun = []
+    monkeypatch.setattr(stages, "run_job", lambda preset, *_, **__: begun.append(preset) or 3)
+    assert run_words([path, "run.seed=6"], fresh=True, offline=False, plain=True) == 3
+    assert len(begun) == 1
+    assert not (top / "sft").exists()
+    (aside,) = (folder for folder in top.parent.iterdir() if folder != top)
+    assert (aside / "sft" / "run.json").exists()
 
 
 def test_commands_about_a_run_take_the_stage_that_was_begun_last() -> None:
