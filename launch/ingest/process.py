@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from ...common import disk
 from ...common.errors import DataError, TandemError
 from ...common.plain import read_object
 from ...common.run_folder import RunFolder, read_join
@@ -183,6 +184,7 @@ def main(questions: IO[str], answers: IO[str]) -> int:
     doing = _Doing(say, float(first["tell_seconds"]))
     try:
         config = Config.model_validate(first["config"])
+        disk.set_patience(config.launch.full_disk_seconds)
         prepared = prepare(config, RunFolder(first["folder"]), doing.now)
         doing.end()
         say(

@@ -143,7 +143,9 @@ class Running:
             self._record.note(redis_version=version)
             self._record.reached("redis_ready")
             # Redis may also die while problems are put into it.
-            supervisor.watch_during(lambda: self._fill(join, fill))
+            if not supervisor.watch_during(lambda: self._fill(join, fill)):
+                supervisor.drain()
+                return Outcome.STOPPED
             self._link = self._join_hosts(len(parts))
             if convener is not None:
                 convener.begin(self._link)

@@ -197,18 +197,18 @@ class Supervisor:
                 self.drain()
                 raise
             self._write_restarts()
-            overdue = self._disk.overdue() if self._disk is not None else ""
-            if overdue:
-                self._say("draining, since there is no space")
-                self.drain()
-                raise DiskFull(overdue)
+            self._require_space()
             self._tick()
 
-    def watch_during(self, work: Callable[[], None]) -> None:
+    def watch_during(self, work: Callable[[], None]) -> bool:
         """Does something lengthy in a thread, and watches meanwhile; raises what it raised.
+
+        Returns:
+            False if the run is to stop; the work is then left behind.
 
         Raises:
             PartFailed: as :meth:`run`; the work is then left behind.
+            DiskFull: as :meth:`run`.
         """
         failed: list[BaseException] = []
 
@@ -222,10 +222,22 @@ class Supervisor:
         thread.start()
         while thread.is_alive():
             thread.join(0.05)
+            if self._stops:
+                return False
             for part in self._parts:
                 self._look_after(part)
+            self._require_space()
         if failed:
             raise failed[0]
+        return True
+
+    def _require_space(self) -> None:
+        """Drains a run whose disk has been full for too long, and raises ``DiskFull``."""
+        overdue = self._disk.overdue() if self._disk is not None else ""
+        if overdue:
+            self._say("draining, since there is no space")
+            self.drain()
+            raise DiskFull(overdue)
 
     def run_until(self, done: Callable[[], bool]) -> Outcome:
         """Like :meth:`run` for parts that end by themselves, until ``done`` says so."""

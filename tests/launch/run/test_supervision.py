@@ -388,8 +388,17 @@ def test_parts_are_looked_after_during_other_work(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
             wait_for(lambda: redis.alive() and redis.processes[0][1].pid != pid)
 
-        running.watch_during(work)
+        assert running.watch_during(work)
     assert [restart.exit for restart in running.restarts] == ["SIGKILL"]
+
+
+def test_a_signal_ends_the_wait_for_other_work(tmp_path: Path) -> None:
+    over = threading.Event()
+    with supervisor() as running:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        assert not running.watch_during(lambda: over.wait(60))
+        assert running.stop_requested
+    over.set()
 
 
 def test_what_the_work_raises_is_raised(tmp_path: Path) -> None:
