@@ -118,6 +118,19 @@ def test_a_pair_may_share_its_prompt(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize("column", ["input", "context"])
+def test_an_instruction_comes_with_what_it_is_about(column: str, tmp_path: Path):
+    """Alpaca's ``input`` and Dolly's ``context``, which are blank in many rows."""
+    rows = [
+        {"instruction": "Add them.", column: "2 and 2", "response": "4"},
+        {"instruction": "What is 2 + 2?", column: "", "response": "4"},
+    ]
+    found = all_of(write_lines(tmp_path / "a.jsonl", rows))
+    asked = [row.content.prompt[0].content for row in found]
+    assert asked == ["Add them.\n\n2 and 2", "What is 2 + 2?"]
+    assert [row.content.extra for row in found] == [{}, {}]
+
+
 def test_numina_says_when_a_problem_has_no_answer(tmp_path: Path):
     row = {"problem": "Prove it.", "solution": "Clearly.", "answer": "proof", "source": "olympiads"}
     (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
