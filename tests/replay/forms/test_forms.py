@@ -137,6 +137,21 @@ def test_numina_says_when_a_problem_has_no_answer(tmp_path: Path):
     assert (found.content.gold, found.content.data_source) == ("", "olympiads")
 
 
+def test_a_problem_with_an_answer_needs_no_solution(tmp_path: Path):
+    """As in DeepScaleR-Preview, where some solutions are blank."""
+    rows = [
+        {"problem": "2+2?", "answer": "4", "solution": "\\boxed{4}"},
+        {"problem": "2+2?", "answer": "4", "solution": " "},
+        {"problem": "2+2?", "answer": "4", "solution": None},
+        {"problem": "Prove it.", "answer": "proof", "solution": ""},
+    ]
+    left_out = LeftOut()
+    found = list(read_rows(write_lines(tmp_path / "a.jsonl", rows), left_out=left_out))
+    kept = [(row.content.gold, row.content.target) for row in found]
+    assert kept == [("4", "\\boxed{4}"), ("4", None), ("4", None)]
+    assert left_out.counts == {"solution is missing": 1}
+
+
 def test_open_math_reasoning_is_read(tmp_path: Path):
     row = {
         "problem": "2+2?",
