@@ -25,13 +25,13 @@ Int32Array = NDArray[np.int32]
 def render(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], data: DataConfig | None = None
 ) -> tuple[str, Int32Array]:
-    """The text of :func:`render_text`, and its ``[P]`` token ids, to which no special token is added.
+    """The text of :func:`render_text`, and its ``[P]`` token ids.
 
     Raises:
         DataError: no messages, a malformed message, or a prompt without tokens.
     """
     text = render_text(tokenizer, messages, data)
-    tokens = encode(tokenizer, text)
+    tokens = encode_prompts(tokenizer, [text], data)[0]
     if len(tokens) == 0:
         raise DataError(f"the prompt has no tokens after rendering: {text[:80]!r}")
     return text, tokens
@@ -76,7 +76,7 @@ def render_text(
         data: template, system prompt and prefill; None = the defaults.
 
     Returns:
-        The text, with all special tokens that belong into it.
+        The text, with all special tokens that belong into it (:func:`beginning`).
 
     Raises:
         DataError: no messages, a malformed message, or more messages than the template holds.
@@ -106,7 +106,23 @@ def render_texts(
         texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     else:
         texts = ["\n".join(turn["content"] for turn in each) for each in turns]
-    return [str(text) + data.prefill for text in texts]
+    begin = beginning(tokenizer, data)
+    # A template in a file may write the token itself.
+    return [begin + str(text).removeprefix(begin) + data.prefill for text in texts]
+
+
+def beginning(tokenizer: Any, data: DataConfig | None = None) -> str:
+    """The BOS token with which prompts begin if the tokenizer adds one by itself, as Llama's and Gemma's do.
+
+    It is empty for other tokenizers, and for prompts of the tokenizer's own chat template, which writes what it needs.
+    """
+    named = templates.named((data or DataConfig()).template)
+    if named.name == templates.OWN and getattr(tokenizer, "chat_template", None):
+        return ""
+    token, number = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
+    if not token or number is None or list(tokenizer.encode(""))[:1] != [number]:
+        return ""
+    return str(token)
 
 
 def _flatten_globals(tokenizer: Any) -> None:
@@ -147,6 +163,18 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
         backend.no_padding()
     encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(one.ids, dtype=np.int32) for one in encoded]
+
+
+def encode_prompts(
+    tokenizer: Any, texts: Sequence[str], data: DataConfig | None = None
+) -> list[Int32Array]:
+    """For each text of :func:`render_texts` its ``[P]`` token ids, to which no special token is added."""
+    begin = beginning(tokenizer, data)
+    if not begin:
+        return encode_all(tokenizer, texts)
+    # Some tokenizers encode a text's beginning in another way behind a special token.
+    bare = encode_all(tokenizer, [text.removeprefix(begin) for text in texts])
+    return [np.insert(tokens, 0, tokenizer.bos_token_id) for tokens in bare]
 
 
 def encode_responses(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:

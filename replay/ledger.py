@@ -424,6 +424,10 @@ class Ledger:
         rows = self.store.call("hgetall", self.store.key("quarantined"))
         return read_dead_letters(dead, rows)
 
+    def quarantined_steps(self) -> int:
+        """Number of quarantined rows; Redis keeps their samples as long as the run is there."""
+        return int(self.store.call("hlen", self.store.key("quarantined")))
+
     def waiting_for(self, deadline: float = DEADLINE) -> str:
         """One line that says whom the next row waits for; Redis has ``deadline`` seconds to answer."""
         return read_waiting(self.store.script("waiting", deadline=deadline))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from ..import_path import is_import_path
-from .section import NonNegative, Positive, Seconds, Section
+from .section import Positive, Seconds, Section
 
 
 def _listed(value: Any) -> Any:
@@ -24,6 +24,15 @@ def _callbacks(paths: tuple[str, ...]) -> tuple[str, ...]:
     return paths
 
 
+def _trained(steps: int) -> int:
+    if steps < 1:
+        raise ValueError(
+            f"{steps} steps train nothing: set at least 1. `tandem evaluate` measures a model "
+            f"without training it, and `tandem start --dry-run` looks at the settings alone"
+        )
+    return steps
+
+
 class RunConfig(Section):
     """What the run is called, where its folder is and how long it goes on."""
 
@@ -31,7 +40,7 @@ class RunConfig(Section):
     """The run's folder; None = ``runs/<preset>``."""
     seed: int = 0
     """Seed of the order of problems, sampling noise and mixing."""
-    steps: NonNegative | None = None
+    steps: Annotated[int, AfterValidator(_trained)] | None = None
     """Number of ledger batches to train on. Set this or ``passes``."""
     passes: Positive | None = None
     """Number of passes over the data; the last step may then be short."""

@@ -324,7 +324,7 @@ class SourceReader:
         texts = self._texts([draft.row for draft in short])
         for draft, text in zip(short, texts, strict=True):
             draft.text = text
-        encoded = encoder.submit(prompts.encode_all, self._tokenizer, texts)
+        encoded = encoder.submit(prompts.encode_prompts, self._tokenizer, texts, data)
         return _Rendered(short=short, shown=shown, encoded=encoded)
 
     def _prompts(self, rendered: _Rendered, counts: SourceCounts) -> list[_Draft]:

@@ -243,9 +243,16 @@ class LedgerSource(BatchSource):
         reason = self._ledger.waiting_for()
         if self._ledger.is_full():
             reason += (
-                f"; Redis is {self._ledger.memory_share():.0%} full, so that nothing is leased: "
-                f"raise replay.maxmemory_mb, or lower learner.checkpoint_every"
+                f"; Redis is {self._ledger.memory_share():.0%} full, so that nothing is leased"
             )
+            # No checkpoint lets their samples go.
+            if held := self._ledger.quarantined_steps():
+                reason += (
+                    f", and keeps the samples of {held} quarantined step(s) for you to look at "
+                    f"(`tandem status --json`): raise replay.maxmemory_mb, and mend what they failed on"
+                )
+            else:
+                reason += ": raise replay.maxmemory_mb, or lower learner.checkpoint_every"
         return reason
 
 

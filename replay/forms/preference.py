@@ -1,8 +1,10 @@
-"""Pairs of a better and a worse response: ``chosen``, ``rejected``, and perhaps ``prompt``.
+"""Pairs of a better and a worse response: ``chosen`` and ``rejected``, each a text or a list of messages.
 
-Each is a text or a list of messages. Without a prompt, both begin with it: it is what they have in
-common, by message for lists and by character for texts (TRL's implicit prompt), where a blank at its
-end belongs to the responses.
+The prompt is the first column there of ``prompt``, ``question``, ``instruction`` (with ``input`` or
+``context`` behind it) and ``input``: a text or a list of messages. A text in ``system`` becomes its system
+message unless it has one. In a row with none of these columns both responses begin with the prompt: it is
+what they have in common, by message for lists and by character for texts (TRL's implicit prompt), where a
+blank at its end belongs to the responses. Messages that two lists have in common are the prompt in any row.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from .row import (
     Message,
     RowError,
     as_prompt,
+    first_filled,
+    first_of,
     gold_of,
+    instruction,
     messages,
     needed,
     others,
@@ -29,30 +34,44 @@ from .row import (
     text,
 )
 
+PROMPTS = ("prompt", "question", "instruction", "input")
+WITH_PROMPT = (*PROMPTS, "system")
+
 
 def read(row: Mapping[str, Any]) -> Content:
-    given = prompt(row, "prompt") if row.get("prompt") is not None else ()
     if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
         common, chosen, rejected = _of_messages(row)
-        asked = common or given
+        asked = common or _asked(row)
     else:
         chosen, rejected = text(row, "chosen"), text(row, "rejected")
-        asked = given
-        if not asked:
+        asked = _asked(row)
+        # Two answers to a question in a column of its own have no prompt in common, only a few words.
+        if not asked and not any(column in row for column in PROMPTS):
             shared = shared_prompt(chosen, rejected)
             asked = question(shared) if shared.strip() else ()
             chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     if not asked:
         raise RowError("prompt", None, "is missing", "both responses have to begin with it, else")
+    if asked[0].role != "system" and first_filled(row, ("system",)):
+        asked = (Message(role="system", content=text(row, "system")), *asked)
     check_pair(chosen, rejected)
+    used = (*WITH_PROMPT, "context") if row.get("instruction") is not None else WITH_PROMPT
     return Content(
         prompt=asked,
         gold=gold_of(row),
         target=chosen,
         rejected=rejected,
         data_source=source_of(row),
-        extra=others(row, ("prompt", "chosen", "rejected", *GOLDS, *SOURCES)),
+        extra=others(row, (*used, "chosen", "rejected", *GOLDS, *SOURCES)),
     )
+
+
+def _asked(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """What the row's own column asks; nothing without one."""
+    column = first_of(row, PROMPTS)
+    if column is None:
+        return ()
+    return instruction(row) if column == "instruction" else prompt(row, column)
 
 
 def check_pair(chosen: str, rejected: str) -> None:
@@ -112,7 +131,7 @@ FORM = Form(
     name="preference",
     about="chosen/rejected, with or without a prompt, as for DPO",
     columns=(("chosen", "rejected"),),
-    also=("prompt", *GOLDS, *SOURCES),
+    also=(*WITH_PROMPT, *GOLDS, *SOURCES),
     read=read,
     write=write,
 )

@@ -4,7 +4,8 @@
 column (the first that is there)                   meaning
 =================================================  ====================================================
 ``problem``                                        the question
-``solution``, ``generated_solution``               the solution, which is a response to learn from
+``solution``, ``generated_solution``               the solution, which is a response to learn from;
+                                                   may be blank where there is an answer
 ``expected_answer``, ``answer``                    the gold answer; without it the solution holds it,
                                                    in its last ``\\boxed{}``
 ``source``, ``problem_source``                     where the row is from; may be absent
@@ -23,6 +24,8 @@ from .form import Form
 from .row import (
     SOURCES,
     Content,
+    RowError,
+    first_filled,
     first_of,
     gold,
     needed,
@@ -41,8 +44,8 @@ NO_ANSWER = ("proof", "notfound", "n/a", "")
 
 
 def read(row: Mapping[str, Any]) -> Content:
-    column = first_of(row, SOLUTIONS) or SOLUTIONS[0]
-    solution = text(row, column)
+    column = first_filled(row, SOLUTIONS)
+    solution = text(row, column) if column is not None else ""
     answered = first_of(row, ANSWERS)
     if answered is None:
         answer = solution if "\\boxed" in solution or "\\fbox" in solution else ""
@@ -50,10 +53,13 @@ def read(row: Mapping[str, Any]) -> Content:
         answer = ""
     else:
         answer = gold(row[answered], answered)
+    if not solution and not answer:
+        way_out = "give the row a solution or an answer"
+        raise RowError(SOLUTIONS[0], row.get(SOLUTIONS[0]), "is missing", way_out)
     return Content(
         prompt=question(text(row, first_of(row, QUESTIONS) or QUESTIONS[0])),
         gold=answer,
-        target=solution,
+        target=solution or None,
         data_source=source_of(row),
         extra=others(row, (*QUESTIONS, *SOLUTIONS, *ANSWERS, *SOURCES, "messages")),
     )

@@ -4,7 +4,7 @@
 column (the first that is there)                     meaning
 ===================================================  ==================================================
 ``prompt``, ``instruction``, ``query``               the question: text, or a list of messages
-``input``                                            with ``instruction``: what it is about
+``input``, ``context``                               with ``instruction``: what it is about; may be blank
 ``response``, ``completion``, ``output``             the answer: text, or one assistant message
 ``gold``, ``ground_truth``, ``expected_answer``      the gold answer; may be absent
 ``data_source``, ``dataset``, …                      where the row is from (``row.SOURCES``); may be absent
@@ -27,14 +27,13 @@ from .row import (
     as_prompt,
     first_of,
     gold_of,
+    instruction,
     needed,
     others,
     present,
     prompt,
-    question,
     response,
     source_of,
-    text,
 )
 
 PROMPTS = ("prompt", "instruction", "query")
@@ -44,20 +43,19 @@ RESPONSES = ("response", "completion", "output")
 def read(row: Mapping[str, Any]) -> Content:
     asked = first_of(row, PROMPTS)
     answered = first_of(row, RESPONSES)
+    # Without an instruction a context is a column like any other.
+    used = ("input", "context") if asked == "instruction" else ("input",)
     if asked is None:
         raise RowError("prompt", None, "is missing", "give the row a prompt")
     if answered is None:
         raise RowError("response", None, "is missing", "give the row a response")
-    messages = prompt(row, asked)
-    if asked == "instruction" and row.get("input"):
-        messages = question(f"{messages[0].content}\n\n{text(row, 'input')}")
     return Content(
-        prompt=messages,
+        prompt=instruction(row) if asked == "instruction" else prompt(row, asked),
         gold=gold_of(row),
         target=response(row, answered),
         data_source=source_of(row),
         ability=ability(row),
-        extra=others(row, (*PROMPTS, *RESPONSES, *GOLDS, *SOURCES, "input", "ability")),
+        extra=others(row, (*PROMPTS, *RESPONSES, *GOLDS, *SOURCES, *used, "ability")),
     )
 
 

@@ -129,6 +129,15 @@ def question(content: str) -> tuple[Message, ...]:
     return (Message(role="user", content=content),)
 
 
+def instruction(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """The prompt of the column ``instruction``, with the text that it is about: ``input``, else ``context``."""
+    asked = prompt(row, "instruction")
+    about = first_filled(row, ("input", "context"))
+    if about is None or isinstance(row["instruction"], list):
+        return asked
+    return question(f"{asked[0].content}\n\n{text(row, about)}")
+
+
 def response(row: Mapping[str, Any], column: str) -> str:
     """A column's response: a text, or one assistant message."""
     if not isinstance(row.get(column), list):
@@ -218,6 +227,12 @@ def present(**columns: Any) -> dict[str, Any]:
 def first_of(row: Mapping[str, Any], columns: Collection[str]) -> str | None:
     """The first of these columns that the row has a value in."""
     return next((column for column in columns if row.get(column) is not None), None)
+
+
+def first_filled(row: Mapping[str, Any], columns: Collection[str]) -> str | None:
+    """The first of these columns that the row has a value in which isn't blank."""
+    filled = (name for name in columns if row.get(name) is not None)
+    return next((name for name in filled if str(row[name]).strip()), None)
 
 
 def others(row: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:

@@ -127,6 +127,7 @@ def test_a_wrong_value_is_named_with_its_key(text: str):
     [
         (["run.passes=1"], r"exactly one of run\.steps and run\.passes"),
         (["run.steps=null"], r"exactly one of run\.steps and run\.passes"),
+        (["run.steps=0"], r"run\.steps=0: .*`tandem evaluate` measures a model"),
         (["data.train=[]"], r"data\.train is empty"),
         (["rollout.top_p=0.9"], r"rollout\.top_p must be 1"),
         (["rollout.temperature=0"], r"rollout\.temperature above 0"),

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from tandem.common import prompts
@@ -74,6 +76,48 @@ def test_without_a_template_the_contents_are_the_prompt() -> None:
     plain = miniature.build()
     plain.chat_template = None
     assert prompts.render(plain, user("1+2=?"))[0] == "1+2=?"
+
+
+def adds_bos() -> Any:
+    """A tokenizer that begins every text with <s>, and the first word with a blank of its own, as Llama's does."""
+    vocabulary = {"<s>": 0, "</s>": 1, "\u2581hi": 2, "hi": 3, "?": 4}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("template", ["own", "none", "question_only", "file"])
+def test_a_prompt_begins_with_the_bos_token_that_the_tokenizer_adds(
+    template: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "begins.txt"
+    file.write_text("<s>{question}")
+    data = DataConfig(template=str(file) if template == "file" else template)
+    text, tokens = prompts.render(adds_bos(), user("hi"), data)
+    assert text == "<s>hi"
+    assert tokens.tolist() == adds_bos().encode("hi") == [0, 2]
+    assert tokens.dtype == np.int32
+    # What follows a prompt has no beginning of its own.
+    assert prompts.encode_responses(adds_bos(), ["hi"])[0].tolist() == [2, 1]
+
+
+def test_no_bos_token_is_added_to_a_chat_templates_prompt() -> None:
+    chat = adds_bos()
+    chat.chat_template = "{{ messages[0]['content'] }}"
+    assert prompts.render_text(chat, user("hi")) == "hi"
+    assert prompts.render(chat, user("hi"))[1].tolist() == [2]
+    assert prompts.render_text(chat, user("hi"), DataConfig(template="none")) == "<s>hi"
+
+
+def test_a_bos_token_that_the_tokenizer_does_not_add_stays_away() -> None:
+    named = miniature.build()
+    named.bos_token = named.eos_token
+    text, tokens = prompts.render(named, user("1+2=?"), DataConfig(template="none"))
+    assert text == "1+2=?"
+    assert tokens.tolist() == named.encode("1+2=?")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from tandem.common import prompts
 from tandem.common.config import Config
@@ -110,6 +111,30 @@ def test_a_trace_of_ten_megabytes_is_left_out_without_a_token(
     change(made / "expert.parquet", edit)
     untouched(monkeypatch)
     assert prepared().counts["expert"].long_traces == 1
+
+
+def test_prompts_alone_begin_with_the_bos_token_that_the_tokenizer_adds(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = ingest.load_tokenizer("miniature")
+    begin = "<bos>"
+    tokenizer.add_special_tokens({"bos_token": begin})
+    number = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, number)]
+    )
+    plain = prepared("data.template=none")
+    monkeypatch.setattr(ingest, "load_tokenizer", lambda path: tokenizer)
+    found = prepared("data.template=none")
+    for sets in (
+        (found.problems, plain.problems),
+        (found.evaluate["heldout"], plain.evaluate["heldout"]),
+    ):
+        assert sets[0]
+        for one, before in zip(*sets, strict=True):
+            assert one.prompt_text == begin + before.prompt_text
+            assert one.prompt_tokens.tolist() == [number, *before.prompt_tokens.tolist()]
+    assert [t.tokens.tolist() for t in found.traces] == [t.tokens.tolist() for t in plain.traces]
 
 
 def test_no_text_of_so_many_characters_has_fewer_tokens() -> None:

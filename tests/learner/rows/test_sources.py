@@ -214,3 +214,20 @@ def test_a_step_above_the_checkpoint_is_not_settled_before_it_is_trained_again(
     source.begin(term, journal, 0)
     assert run.ledger.counts()["taken"] == 2
     journal.close()
+
+
+def test_a_full_redis_advises_no_checkpoint_where_quarantined_samples_fill_it(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = LedgerSource(run.ledger, run.runs)
+    term = run.ledger.new_term()
+    run.work()
+    while isinstance(source.take(1, term), Waiting):
+        pass
+    monkeypatch.setattr(run.ledger, "is_full", lambda: True)
+    assert "lower learner.checkpoint_every" in source.waiting_for()
+    source.quarantine(1, term, "loss is nan", 0)
+    said = source.waiting_for()
+    assert "the samples of 1 quarantined step(s)" in said
+    assert "raise replay.maxmemory_mb" in said
+    assert "checkpoint" not in said

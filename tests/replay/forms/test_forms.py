@@ -118,10 +118,68 @@ def test_a_pair_may_share_its_prompt(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize("column", ["prompt", "question", "instruction", "input"])
+def test_a_pair_may_have_its_question_in_a_column(column: str, tmp_path: Path):
+    """As in Intel's and Argilla's sets, where both answers may begin with the same words."""
+    row = {column: "2+2?", "chosen": "It is 4", "rejected": "It is 5"}
+    rows = [{"system": "Be short.", **row}, {"system": "", **row}, {**row, "system": None}]
+    found = all_of(write_lines(tmp_path / "a.jsonl", rows))
+    user = Message(role="user", content="2+2?")
+    system = Message(role="system", content="Be short.")
+    assert [row.content.prompt for row in found] == [(system, user), (user,), (user,)]
+    for one in found:
+        assert (one.content.target, one.content.rejected) == ("It is 4", "It is 5")
+        assert one.content.extra == {}
+
+
+def test_a_pair_with_an_empty_question_is_left_out(tmp_path: Path):
+    """What its answers have in common isn't its prompt."""
+    row = {"question": "2+2?", "chosen": "It is 4", "rejected": "It is 5"}
+    rows = [row, {**row, "question": None}, {**row, "question": ""}]
+    left_out = LeftOut()
+    assert len(list(read_rows(write_lines(tmp_path / "a.jsonl", rows), left_out=left_out))) == 1
+    assert left_out.counts == {"prompt is missing": 1, "question is empty": 1}
+
+
+def test_a_prompt_with_a_system_message_keeps_it(tmp_path: Path):
+    own, user = {"role": "system", "content": "Own."}, {"role": "user", "content": "2+2?"}
+    row = {"prompt": [own, user], "system": "Another.", "chosen": "4", "rejected": "5"}
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert [message.content for message in found.content.prompt] == ["Own.", "2+2?"]
+
+
+@pytest.mark.parametrize("column", ["input", "context"])
+def test_an_instruction_comes_with_what_it_is_about(column: str, tmp_path: Path):
+    """Alpaca's ``input`` and Dolly's ``context``, which are blank in many rows."""
+    rows = [
+        {"instruction": "Add them.", column: "2 and 2", "response": "4"},
+        {"instruction": "What is 2 + 2?", column: "", "response": "4"},
+    ]
+    found = all_of(write_lines(tmp_path / "a.jsonl", rows))
+    asked = [row.content.prompt[0].content for row in found]
+    assert asked == ["Add them.\n\n2 and 2", "What is 2 + 2?"]
+    assert [row.content.extra for row in found] == [{}, {}]
+
+
 def test_numina_says_when_a_problem_has_no_answer(tmp_path: Path):
     row = {"problem": "Prove it.", "solution": "Clearly.", "answer": "proof", "source": "olympiads"}
     (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
     assert (found.content.gold, found.content.data_source) == ("", "olympiads")
+
+
+def test_a_problem_with_an_answer_needs_no_solution(tmp_path: Path):
+    """As in DeepScaleR-Preview, where some solutions are blank."""
+    rows = [
+        {"problem": "2+2?", "answer": "4", "solution": "\\boxed{4}"},
+        {"problem": "2+2?", "answer": "4", "solution": " "},
+        {"problem": "2+2?", "answer": "4", "solution": None},
+        {"problem": "Prove it.", "answer": "proof", "solution": ""},
+    ]
+    left_out = LeftOut()
+    found = list(read_rows(write_lines(tmp_path / "a.jsonl", rows), left_out=left_out))
+    kept = [(row.content.gold, row.content.target) for row in found]
+    assert kept == [("4", "\\boxed{4}"), ("4", None), ("4", None)]
+    assert left_out.counts == {"solution is missing": 1}
 
 
 def test_open_math_reasoning_is_read(tmp_path: Path):
