@@ -137,6 +137,9 @@ def sample_of(request: GroupRequest, answer: bytes) -> Sample:
         content = json.loads(answer)
         choice = content["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
+        if text is None and "message" in choice:
+            # So chats say that there is no text: Tandem's, and vLLM's where all of it was reasoning.
+            text = ""
         reason = choice.get("finish_reason")
         usage = content.get("usage") or {}
         count = usage.get("completion_tokens", 0) if isinstance(usage, Mapping) else 0

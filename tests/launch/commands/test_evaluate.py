@@ -22,10 +22,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.common.errors import TandemError
+from tandem.common.records import SamplingParams
 from tandem.launch import cli
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
 from tandem.replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder
+from tandem.reward.exchange import ExchangeError
+from tandem.rollout.engine import GroupRequest
+from tandem.rollout.evaluate.elsewhere import sample_of
 
 Samples = list[EvaluatedSample]
 
@@ -393,6 +397,29 @@ def test_a_server_elsewhere_answers_and_is_asked_again(
     assert r1_zero["figures"]["length"] == 11
     assert sorted(own["figures"]["by_subject"]) == ["s0", "s1"]
     assert "secret" not in Path("out/plan.json").read_text()
+
+
+def asked_of(text: str) -> GroupRequest:
+    """A request for one answer to a prompt."""
+    return GroupRequest(
+        group_id="g",
+        prompt_tokens=np.zeros(0, np.int32),
+        count=1,
+        sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8),
+        seed=0,
+        prompt_text=text,
+    )
+
+
+def test_a_chats_answer_without_a_text_is_an_empty_one_and_no_other_value_is() -> None:
+    def read(choice: dict[str, Any]) -> str | None:
+        return sample_of(asked_of("?"), json.dumps({"choices": [choice]}).encode()).text
+
+    assert read({"message": {"content": None}, "finish_reason": "length"}) == ""
+    refused: list[dict[str, Any]] = [{"message": {"content": 7}}, {"message": {}}, {"text": None}]
+    for choice in refused:
+        with pytest.raises(ExchangeError, match="its answer has no text"):
+            read(choice)
 
 
 def test_a_judges_labels_stand_beside_and_instructions_need_no_gold(
