@@ -21,11 +21,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from tandem.common.config import to_yaml
 from tandem.common.errors import TandemError
 from tandem.common.records import SamplingParams
+from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
+from tandem.launch.run.opened.presets import load
 from tandem.replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder
 from tandem.reward.exchange import ExchangeError
 from tandem.rollout.engine import GroupRequest
@@ -329,6 +332,28 @@ def test_a_plan_in_yaml_gives_benchmarks_their_own_settings(place: Path) -> None
     assert twice["figures"]["truncated"] == 1.0
     plan.write_text("model: miniature\n")
     assert cli.main(["evaluate", "--plan", str(plan)]) == 2
+
+
+def test_a_live_run_is_asked_for_no_more_tokens_than_its_engines_have_room_for(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.run_json.write_text("{}")
+    limits = ["rollout.max_new_tokens=20", "data.max_prompt_tokens=100"]
+    run.config.write_text(to_yaml(load("miniature").resolve(limits)))
+    plan = tmp_path / "plan.yaml"
+    data = place / "two.parquet"
+    plan.write_text(f"benchmarks: {{path: {data}, name: two, max_new_tokens: 2048}}\n")
+    words = ["evaluate", "--model", f"{run.path}@live"]
+    assert cli.main([*words, "--plan", str(plan)]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "two has rollout.max_new_tokens=2,048, and the engines of this run have room for 20" in said
+    )
+    assert f"evaluate {run.path}@newest" in said
+    assert cli.main([*words, "--benchmark", str(data), "data.max_prompt_tokens=101"]) == 2
+    assert "data.max_prompt_tokens=101" in capsys.readouterr().err
 
 
 class Server(BaseHTTPRequestHandler):
