@@ -39,6 +39,8 @@ _SAMPLING = {
 """Settings of the section ``evaluate`` that are also options; they may be given several times."""
 OUT = Path("evaluations")
 """Where evaluations go by default."""
+LONGEST_REQUEST = 1_000_000
+"""Seconds; sockets take no endless time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parallel", type=int, default=32, metavar="N", help="requests to the server at a time"
     )
     parser.add_argument(
+        "--request-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="time that the server has for one answer (default: %(default)g)",
+    )
+    parser.add_argument(
         "--second-grader", metavar="MODE", help="another reward.mode, whose verdicts stand beside"
     )
     parser.add_argument("--token-ids", action="store_true", help="keep the responses' tokens too")
@@ -125,6 +134,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--limit {arguments.limit}: at least 1 problem is needed")
     if arguments.workers < 1 or arguments.parallel < 1:
         raise ConfigError("--workers and --parallel are at least 1")
+    if not 0 < arguments.request_seconds <= LONGEST_REQUEST:
+        raise ConfigError(
+            f"--request-seconds {arguments.request_seconds:g} should be above 0, and at most {LONGEST_REQUEST:,}"
+        )
     if arguments.out:
         output_file(arguments.out)
     if arguments.recompute:
@@ -339,8 +352,13 @@ def _has_gpu() -> bool:
 def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:
     from ...rollout.evaluate.elsewhere import Elsewhere
 
-    variable, parallel = arguments.api_key_env, arguments.parallel
-    return Elsewhere(model, arguments.endpoint, key_variable=variable, parallel=parallel)
+    return Elsewhere(
+        model,
+        arguments.endpoint,
+        key_variable=arguments.api_key_env,
+        parallel=arguments.parallel,
+        seconds=arguments.request_seconds,
+    )
 
 
 def _note_greedy(temperatures: list[Any], top_p: list[Any], config: Config) -> None:

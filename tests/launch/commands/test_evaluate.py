@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -32,6 +33,7 @@ from tandem.launch.run.opened.presets import load
 from tandem.replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder
 from tandem.reward.exchange import ExchangeError
 from tandem.rollout.engine import GroupRequest
+from tandem.rollout.evaluate import elsewhere
 from tandem.rollout.evaluate.elsewhere import sample_of
 
 Samples = list[EvaluatedSample]
@@ -422,6 +424,21 @@ def test_a_server_elsewhere_answers_and_is_asked_again(
     assert r1_zero["figures"]["length"] == 11
     assert sorted(own["figures"]["by_subject"]) == ["s0", "s1"]
     assert "secret" not in Path("out/plan.json").read_text()
+
+
+def test_a_server_has_the_time_that_it_is_given_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text('{"question": "?", "answer": "42"}\n')
+    monkeypatch.setattr(elsewhere, "RETRIES", 0)
+    words = ["evaluate", "--model", "big", "--benchmark", str(data), "--to", str(tmp_path / "out")]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        words += ["--endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}", "--request-seconds"]
+        assert cli.main([*words, "0.2"]) == 1
+    assert "no answer in 0.2 s: raise --request-seconds" in capsys.readouterr().err
+    assert cli.main([*words, "inf"]) == 2
+    assert "--request-seconds inf should be" in capsys.readouterr().err
 
 
 def asked_of(text: str) -> GroupRequest:
