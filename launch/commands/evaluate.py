@@ -100,6 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, default=1, metavar="N", help="processes with an engine each"
     )
     parser.add_argument("--worker", metavar="I/N", help=argparse.SUPPRESS)
+    # Where the command that has started a worker keeps the models of checkpoints.
+    parser.add_argument("--exports", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument(
         "--endpoint", metavar="URL", help="an OpenAI-compatible server that has the models"
     )
@@ -180,7 +182,7 @@ def _cells(arguments: argparse.Namespace) -> int:
         asked = same_models(asked, EvaluationFolder(Path(arguments.to).expanduser()))
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
     _note_greedy(list(asked.temperatures), list(asked.top_p), config)
-    exports = Path(arguments.to).expanduser() / "models" if arguments.to else OUT / "models"
+    exports = Path(arguments.exports or Path(arguments.to or OUT) / "models").expanduser()
     with prepare(asked, config, exports, run_folder) as prepared:
         place = Path(arguments.to).expanduser() if arguments.to else OUT / _short(prepared.plan)
         folder = EvaluationFolder(place)
@@ -198,7 +200,7 @@ def _cells(arguments: argparse.Namespace) -> int:
             try:
                 if done < total and arguments.workers > 1:
                     gpus = config.rollout.gpus_per_worker if _has_gpu() else 0
-                    words = [*_again(arguments), "--to", str(place)]
+                    words = [*_again(arguments), "--to", str(place), "--exports", str(exports)]
                     Workers(words, arguments.workers, gpus, folder).run(progress)
                 elif done < total:
                     work(prepared, folder, progress=progress, sampler=sampler)

@@ -24,6 +24,7 @@ import pytest
 
 from tandem.common.config import to_yaml
 from tandem.common.errors import TandemError
+from tandem.common.models import resolve
 from tandem.common.records import SamplingParams
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
@@ -54,8 +55,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sets, and a second model."""
     import torch
     from safetensors.torch import load_file, save_file
-
-    from tandem.common.models import resolve
 
     folder = tmp_path_factory.mktemp("evaluate")
     chains(folder / "two.parquet", 2, 8)
@@ -282,6 +281,43 @@ def test_workers_share_the_samples_and_a_killed_one_costs_nothing(
     )
     # Which process makes a sample changes nothing about it.
     assert ours == theirs
+
+
+def test_workers_use_the_model_that_the_command_has_exported(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.launch.commands import evaluate
+    from tandem.launch.evaluation import run as evaluate_run
+    from tandem.learner import exporting
+
+    exported: list[Path] = []
+
+    def export(folder: RunFolder, config: Any, out: Path, *, step: int) -> None:
+        exported.append(out)
+        shutil.copytree(resolve("miniature"), out)
+
+    class HereAndNow:
+        """Workers in this process, one after the other."""
+
+        def __init__(self, arguments: list[str], count: int, *rest: Any) -> None:
+            self.commands = [
+                ["evaluate", *arguments, "--worker", f"{n}/{count}"] for n in range(count)
+            ]
+
+        def run(self, progress: Any) -> None:
+            assert [cli.main(command) for command in self.commands] == [0, 0]
+
+    monkeypatch.setattr(exporting, "export", export)
+    monkeypatch.setattr(evaluate_run, "Workers", HereAndNow)
+    monkeypatch.setattr(evaluate, "_as_worker", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.run_json.write_text('{"run_id": "abc"}')
+    run.config.write_text(to_yaml(load("miniature").resolve(["rollout.max_new_tokens=4"])))
+    words = ["evaluate", "--model", "run@5", "--benchmark", str(place / "two.parquet")]
+    assert cli.main([*words, "--limit", "4", "--workers", "2"]) == 0
+    assert exported == [Path("evaluations/models/run@5-abc")]
 
 
 def test_two_evaluations_are_compared_by_problem(
