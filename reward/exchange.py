@@ -33,6 +33,7 @@ class ExchangeError(TandemError):
         again: whether another attempt may succeed.
         after: seconds that the server asks to wait before it.
         status: the answer's status; None if none came.
+        late: whether the time was up.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class ExchangeError(TandemError):
         again: bool = True,
         after: float = 0.0,
         status: int | None = None,
+        late: bool = False,
     ) -> None:
         super().__init__(message)
         self.again = again
         self.after = after
         self.status = status
+        self.late = late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +145,8 @@ class Exchange:
             if self._aborted:
                 raise ExchangeError(f"no complete answer within {self.seconds:g} s") from None
             again = not isinstance(error, ssl.SSLCertVerificationError)
-            raise ExchangeError(_in_words(error, self.seconds), again=again) from None
+            late = isinstance(error, TimeoutError)
+            raise ExchangeError(_in_words(error, self.seconds), again=again, late=late) from None
         finally:
             with self._lock:
                 if self._held is not None:

@@ -181,14 +181,15 @@ def ranks(rollout: RolloutConfig, *, gpus: bool) -> dict[str, int]:
         ConfigError: there would be more or fewer ranks than GPUs for it.
     """
     args = rollout.vllm.args if rollout.vllm is not None else {}
-    pipeline = int(args.get("pipeline_parallel_size", 1))
-    across = rollout.gpus_per_worker // pipeline if gpus else 1
-    tensor = int(args.get("tensor_parallel_size", across))
+    given = {name: args[name] for name in VLLM_RANKS if name in args}
+    pipeline = int(given.get("pipeline_parallel_size", 1))
+    across = max(1, rollout.gpus_per_worker // pipeline) if gpus else 1
+    tensor = int(given.get("tensor_parallel_size", across))
     if gpus and tensor * pipeline != rollout.gpus_per_worker:
+        asked = ", ".join(f"{name}: {value}" for name, value in given.items())
         raise ConfigError(
-            f"rollout.vllm.args asks for {tensor} x {pipeline} ranks (tensor_parallel_size x "
-            f"pipeline_parallel_size), and rollout.gpus_per_worker is {rollout.gpus_per_worker}: "
-            f"set it to {tensor * pipeline}, or leave tensor_parallel_size out"
+            f"rollout.vllm.args={{{asked}}} makes {tensor * pipeline} ranks, and rollout.gpus_per_worker is "
+            f"{rollout.gpus_per_worker}: set it to {tensor * pipeline}, or leave {' and '.join(given)} out"
         )
     return dict(zip(VLLM_RANKS, (tensor, pipeline), strict=True))
 

@@ -39,6 +39,8 @@ _SAMPLING = {
 """Settings of the section ``evaluate`` that are also options; they may be given several times."""
 OUT = Path("evaluations")
 """Where evaluations go by default."""
+LONGEST_REQUEST = 1_000_000
+"""Seconds; sockets take no endless time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, default=1, metavar="N", help="processes with an engine each"
     )
     parser.add_argument("--worker", metavar="I/N", help=argparse.SUPPRESS)
+    # Where the command that has started a worker keeps the models of checkpoints.
+    parser.add_argument("--exports", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument(
         "--endpoint", metavar="URL", help="an OpenAI-compatible server that has the models"
     )
@@ -106,6 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--parallel", type=int, default=32, metavar="N", help="requests to the server at a time"
+    )
+    parser.add_argument(
+        "--request-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="time that the server has for one answer (default: %(default)g)",
     )
     parser.add_argument(
         "--second-grader", metavar="MODE", help="another reward.mode, whose verdicts stand beside"
@@ -125,6 +136,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--limit {arguments.limit}: at least 1 problem is needed")
     if arguments.workers < 1 or arguments.parallel < 1:
         raise ConfigError("--workers and --parallel are at least 1")
+    if not 0 < arguments.request_seconds <= LONGEST_REQUEST:
+        raise ConfigError(
+            f"--request-seconds {arguments.request_seconds:g} should be above 0, and at most {LONGEST_REQUEST:,}"
+        )
     if arguments.out:
         output_file(arguments.out)
     if arguments.recompute:
@@ -167,7 +182,7 @@ def _cells(arguments: argparse.Namespace) -> int:
         asked = same_models(asked, EvaluationFolder(Path(arguments.to).expanduser()))
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
     _note_greedy(list(asked.temperatures), list(asked.top_p), config)
-    exports = Path(arguments.to).expanduser() / "models" if arguments.to else OUT / "models"
+    exports = Path(arguments.exports or Path(arguments.to or OUT) / "models").expanduser()
     with prepare(asked, config, exports, run_folder) as prepared:
         place = Path(arguments.to).expanduser() if arguments.to else OUT / _short(prepared.plan)
         folder = EvaluationFolder(place)
@@ -185,7 +200,7 @@ def _cells(arguments: argparse.Namespace) -> int:
             try:
                 if done < total and arguments.workers > 1:
                     gpus = config.rollout.gpus_per_worker if _has_gpu() else 0
-                    words = [*_again(arguments), "--to", str(place)]
+                    words = [*_again(arguments), "--to", str(place), "--exports", str(exports)]
                     Workers(words, arguments.workers, gpus, folder).run(progress)
                 elif done < total:
                     work(prepared, folder, progress=progress, sampler=sampler)
@@ -339,8 +354,13 @@ def _has_gpu() -> bool:
 def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:
     from ...rollout.evaluate.elsewhere import Elsewhere
 
-    variable, parallel = arguments.api_key_env, arguments.parallel
-    return Elsewhere(model, arguments.endpoint, key_variable=variable, parallel=parallel)
+    return Elsewhere(
+        model,
+        arguments.endpoint,
+        key_variable=arguments.api_key_env,
+        parallel=arguments.parallel,
+        seconds=arguments.request_seconds,
+    )
 
 
 def _note_greedy(temperatures: list[Any], top_p: list[Any], config: Config) -> None:

@@ -185,7 +185,6 @@ def same_models(asked: Asked, folder: EvaluationFolder) -> Asked:
 
 
 def _exported(folder: RunFolder, step: int | None, exports: Path) -> tuple[Path, int]:
-    from ...common.config import build, read_yaml
     from ...learner.exporting import export
     from ...learner.resume.checkpoints import Checkpoints
 
@@ -198,7 +197,7 @@ def _exported(folder: RunFolder, step: int | None, exports: Path) -> tuple[Path,
     out = exports / f"{folder.path.name}@{step}-{folder.read_run()['run_id']}"
     if not out.exists():
         exports.mkdir(parents=True, exist_ok=True)
-        export(folder, build(read_yaml(folder.config), stored=True), out, step=step)
+        export(folder, _config_of_run(folder), out, step=step)
     return out, step
 
 
@@ -260,7 +259,11 @@ def prepare(asked: Asked, config: Config, exports: Path, run: RunFolder | None) 
     try:
         for name in asked.models:
             model = find_model(name, exports, elsewhere=asked.endpoint is not None)
-            base = _config_of(model, config)
+            live = None if model.live is None else _config_of_run(model.live)
+            path = model.path or (live or config).model.path
+            base = config.model_copy(
+                update={"model": config.model.model_copy(update={"path": path})}
+            )
             if asked.endpoint is not None:
                 # Its tokens aren't known here; the server refuses what is too long.
                 data = base.data.model_copy(update={"max_prompt_tokens": UNLIMITED})
@@ -271,6 +274,8 @@ def prepare(asked: Asked, config: Config, exports: Path, run: RunFolder | None) 
                 given = {"template": template, "temperature": temperature, "top_p": top_p}
                 changed = {key: value for key, value in given.items() if value is not None}
                 own = of_set(base, held_out.model_copy(update=changed))
+                if live is not None:
+                    _require_room(model, held_out, own, live)
                 cell = _cell(model, own, held_out, asked)
                 if cell.name in parts:
                     raise ConfigError(
@@ -302,16 +307,24 @@ def prepare(asked: Asked, config: Config, exports: Path, run: RunFolder | None) 
     return Prepared(plan=plan, cells=parts, _reading=reading)
 
 
-def _config_of(model: Model, config: Config) -> Config:
-    """With the model in it; that of a live run is the run's own."""
-    path = model.path
-    if not path:
-        path = config.model.path
-    if model.live is not None:
-        from ...common.config import build, read_yaml
+def _config_of_run(folder: RunFolder) -> Config:
+    from ...common.config import build, read_yaml
 
-        path = build(read_yaml(model.live.config), stored=True).model.path
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    return build(read_yaml(folder.config), stored=True)
+
+
+def _require_room(model: Model, held_out: EvalSetConfig, own: Config, live: Config) -> None:
+    """Refuses what a live run's engines would cut: their context is that of the run's own samples."""
+    for key, wanted, room in (
+        ("rollout.max_new_tokens", own.rollout.max_new_tokens, live.rollout.max_new_tokens),
+        ("data.max_prompt_tokens", own.data.max_prompt_tokens, live.data.max_prompt_tokens),
+    ):
+        if wanted > room:
+            newest = f"{model.name.removesuffix(LIVE)}{NEWEST}"
+            raise ConfigError(
+                f"{model.name}: {held_out.name} has {key}={wanted:,}, and the engines of this run have room for "
+                f"{room:,}: lower it, or evaluate {newest}, which gets an engine of its own"
+            )
 
 
 def _cell(model: Model, own: Config, held_out: EvalSetConfig, asked: Asked) -> Cell:

@@ -30,8 +30,9 @@ MAX_PROGRAM = 100_000
 MAX_TESTS = 1_000
 """Largest number of tests that are run for one row."""
 Sandbox = Literal["auto", "namespaces", "bubblewrap", "none, I trust what the model writes"]
+# Possessive: of a block that nothing closes, each shorter first line would read all of the rest once more.
 _FENCE = re.compile(
-    r"^[ \t]*```[ \t]*(?P<language>[\w+.#-]*)[^\n]*\n(?P<code>.*?)^[ \t]*```", re.M | re.S
+    r"^[ \t]*+```[ \t]*+(?P<language>[\w+.#-]*+)[^\n]*+\n(?P<code>.*?)^[ \t]*+```", re.M | re.S
 )
 
 

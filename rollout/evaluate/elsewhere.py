@@ -22,7 +22,7 @@ from ...reward.exchange import Address, Exchange, ExchangeError
 from ..engine import FinishedGroup, GroupRequest
 
 SECONDS = 600.0
-"""Longest silence of the server."""
+"""Longest silence of the server by default; an answer comes as a whole, so that all of it is made meanwhile."""
 RETRIES = 6
 """Attempts after the first."""
 LONGEST_PAUSE = 30.0
@@ -38,19 +38,27 @@ class Elsewhere:
         url: its address; ``/v1/…`` is added.
         key_variable: environment variable with its key.
         parallel: requests at a time.
+        seconds: longest silence of the server, so also the time for one answer.
 
     Raises:
         ConfigError: the address isn't one.
     """
 
     def __init__(
-        self, model: str, url: str, *, key_variable: str | None = None, parallel: int = 32
+        self,
+        model: str,
+        url: str,
+        *,
+        key_variable: str | None = None,
+        parallel: int = 32,
+        seconds: float = SECONDS,
     ) -> None:
         try:
             self._address = Address.of(url, key_variable)
         except ValueError as error:
             raise ConfigError(f"--endpoint: {error}") from None
         self._model = model
+        self._seconds = seconds
         self._running: dict[int, Exchange] = {}
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="endpoint")
 
@@ -79,7 +87,8 @@ class Elsewhere:
                 return FinishedGroup(group_id=request.group_id, samples=(sample,))
             except ExchangeError as error:
                 if not error.again or attempt == RETRIES:
-                    what = f"{self._address.url}: {error}"
+                    way_out = ": raise --request-seconds" if error.late else ""
+                    what = f"{self._address.url}: {error}{way_out}"
                     return FinishedGroup(group_id=request.group_id, samples=(), error=what)
                 await asyncio.sleep(min(LONGEST_PAUSE, max(pause, error.after)))
                 pause *= 2
@@ -88,7 +97,7 @@ class Elsewhere:
     def _ask(self, request: GroupRequest) -> Sample:
         path, body = request_of(request, self._model)
         exchange = Exchange(
-            address=self._address.at(path), body=json.dumps(body).encode(), seconds=SECONDS
+            address=self._address.at(path), body=json.dumps(body).encode(), seconds=self._seconds
         )
         self._running[id(exchange)] = exchange
         try:
@@ -137,6 +146,9 @@ def sample_of(request: GroupRequest, answer: bytes) -> Sample:
         content = json.loads(answer)
         choice = content["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
+        if text is None and "message" in choice:
+            # So chats say that there is no text: Tandem's, and vLLM's where all of it was reasoning.
+            text = ""
         reason = choice.get("finish_reason")
         usage = content.get("usage") or {}
         count = usage.get("completion_tokens", 0) if isinstance(usage, Mapping) else 0

@@ -28,6 +28,9 @@ from . import scores
 from .episodes import playing, unless_it_dies
 from .keeping import classified, count_of, item, kept
 
+SILENCE_SECONDS = 3600.0
+"""How long an engine may finish no problem: it catches one that is stuck, and no set is too large for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
@@ -95,7 +98,7 @@ async def evaluate(
     top_p: float = 1.0,
     name: str = "evaluation",
     stop: tuple[str, ...] = (),
-    deadline: float = 3600.0,
+    silence: float = SILENCE_SECONDS,
 ) -> Evaluation:
     """Answers every problem ``samples`` times and grades the answers.
 
@@ -110,11 +113,11 @@ async def evaluate(
         top_p: share of the probability that is sampled from.
         name: with the same name, seed and weights, the responses are the same.
         stop: strings that end a response.
-        deadline: seconds for everything.
+        silence: seconds without a finished problem after which the engine counts as stuck.
 
     Raises:
         DataError: there are no problems.
-        TandemError: the engine couldn't answer a problem, or the deadline has passed.
+        TandemError: the engine couldn't answer a problem, or is stuck.
     """
     if not problems:
         raise DataError("an evaluation needs at least one problem, and the set is empty")
@@ -136,8 +139,9 @@ async def evaluate(
     ]
     answered: dict[str, tuple[Sample, ...]] = {}
     try:
-        async with asyncio.timeout(deadline):
+        async with asyncio.timeout(silence) as limit:
             async for group in engine.generate(requests):
+                limit.reschedule(asyncio.get_running_loop().time() + silence)
                 if group.error is not None:
                     number = int(group.group_id.rpartition(":")[2])
                     raise TandemError(
@@ -147,8 +151,8 @@ async def evaluate(
                 answered[group.group_id] = group.samples
     except TimeoutError:
         raise TandemError(
-            f"{name}: the engine answered {len(answered)} of {len(problems)} problems in "
-            f"{deadline:.0f} s: evaluate fewer problems, or shorter responses"
+            f"{name}: the engine answered {len(answered)} of {len(problems)} problems, and then none in "
+            f"{silence:.0f} s: it is stuck, or too slow for rollout.max_new_tokens, which you can lower"
         ) from None
     responses = [answered[request.group_id] for request in requests]
     items = [

@@ -67,7 +67,9 @@ def seconds(read: Callable[[str], object], text: str) -> float:
 
 def hostile(piece: str, length: int) -> list[str]:
     text = (piece * (length // len(piece) + 1))[:length]
-    return [text, f"</think>{text}"]
+    half = length // 2
+    # The last is a code block that nothing closes, with a long first line and a long rest.
+    return [text, f"</think>{text}", f"```{text[:half]}\n{text[half:]}"]
 
 
 @pytest.mark.parametrize(("name", "read"), readers().items())

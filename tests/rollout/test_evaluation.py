@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import subprocess
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tandem.common.models import load_tokenizer
 from tandem.common.records import FinishReason, Problem, Sample, SamplingParams, Verdict
 from tandem.launch.ingest.rows import SourceReader
 from tandem.reward.grading import Grade, Grader
+from tandem.rollout.engine import FinishedGroup, GroupRequest
 from tandem.rollout.evaluate.evaluation import (
     Evaluation,
     evaluate,
@@ -151,6 +153,41 @@ def test_a_problem_that_cannot_be_answered_is_named(tiny: Any) -> None:
     problems = [problem(0, np.array([3], dtype=np.int32)), problem(1, np.full(999, 3, np.int32))]
     with pytest.raises(TandemError, match="set/1"):
         in_engine(tiny, problems, max_new_tokens=8)
+
+
+class SlowEngine:
+    """Finishes a problem in every ``each`` seconds by the loop's clock, and is stuck from problem ``stuck`` on."""
+
+    def __init__(self, each: float, stuck: int) -> None:
+        self._each = each
+        self._stuck = stuck
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[FinishedGroup]:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        loop.time = lambda: now  # type: ignore[method-assign]
+        for number, request in enumerate(requests):
+            now += self._each
+            if number == self._stuck:
+                now += self._each
+                await asyncio.Event().wait()
+            # The loop looks at its clock.
+            for _ in range(3):
+                await asyncio.sleep(0)
+            yield FinishedGroup(group_id=request.group_id, samples=(sample(2),))
+
+
+def test_an_evaluation_takes_as_long_as_its_engine_finishes_problems() -> None:
+    problems = [problem(i, np.array([3], dtype=np.int32)) for i in range(6)]
+
+    async def scenario(stuck: int) -> Evaluation:
+        with Grader(RewardConfig()) as grader:
+            engine: Any = SlowEngine(1000.0, stuck)
+            return await evaluate(engine, problems, grader, max_new_tokens=8, silence=1500.0)
+
+    assert asyncio.run(scenario(stuck=9)).problems == 6
+    with pytest.raises(TandemError, match=r"answered 4 of 6 problems, and then none in 1500 s"):
+        asyncio.run(scenario(stuck=4))
 
 
 def test_the_shipped_model_does_short_chains_and_no_long_ones(tmp_path: Path) -> None:

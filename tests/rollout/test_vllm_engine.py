@@ -131,8 +131,14 @@ class TestWithoutVllm:
         assert ranks(True, 4, pipeline_parallel_size=2) == [2, 2]
         assert ranks(False, 4) == [1, 1]
         assert ranks(False, 4, tensor_parallel_size=2) == [2, 1]
-        with pytest.raises(ConfigError, match=r"2 x 1 ranks .*gpus_per_worker is 1: set it to 2"):
-            ranks(True, 1, tensor_parallel_size=2)
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            told = rf"\{{{name}: 2\}} makes 2 ranks.* is 1: set it to 2, or leave {name} out"
+            with pytest.raises(ConfigError, match=told):
+                ranks(True, 1, **{name: 2})
+        with pytest.raises(
+            ConfigError, match=r"makes 4 ranks, .* is 3: set it to 4, or leave t.* and p.* out"
+        ):
+            ranks(True, 3, tensor_parallel_size=2, pipeline_parallel_size=2)
 
     def test_a_rank_loads_only_what_was_staged_with_the_same_ticket(self) -> None:
         class Loads(WorkerExtension):

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -21,11 +22,20 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from tandem.common.config import to_yaml
 from tandem.common.errors import TandemError
+from tandem.common.models import resolve
+from tandem.common.records import SamplingParams
+from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
+from tandem.launch.run.opened.presets import load
 from tandem.replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder
+from tandem.reward.exchange import ExchangeError
+from tandem.rollout.engine import GroupRequest
+from tandem.rollout.evaluate import elsewhere
+from tandem.rollout.evaluate.elsewhere import sample_of
 
 Samples = list[EvaluatedSample]
 
@@ -45,8 +55,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sets, and a second model."""
     import torch
     from safetensors.torch import load_file, save_file
-
-    from tandem.common.models import resolve
 
     folder = tmp_path_factory.mktemp("evaluate")
     chains(folder / "two.parquet", 2, 8)
@@ -275,6 +283,43 @@ def test_workers_share_the_samples_and_a_killed_one_costs_nothing(
     assert ours == theirs
 
 
+def test_workers_use_the_model_that_the_command_has_exported(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.launch.commands import evaluate
+    from tandem.launch.evaluation import run as evaluate_run
+    from tandem.learner import exporting
+
+    exported: list[Path] = []
+
+    def export(folder: RunFolder, config: Any, out: Path, *, step: int) -> None:
+        exported.append(out)
+        shutil.copytree(resolve("miniature"), out)
+
+    class HereAndNow:
+        """Workers in this process, one after the other."""
+
+        def __init__(self, arguments: list[str], count: int, *rest: Any) -> None:
+            self.commands = [
+                ["evaluate", *arguments, "--worker", f"{n}/{count}"] for n in range(count)
+            ]
+
+        def run(self, progress: Any) -> None:
+            assert [cli.main(command) for command in self.commands] == [0, 0]
+
+    monkeypatch.setattr(exporting, "export", export)
+    monkeypatch.setattr(evaluate_run, "Workers", HereAndNow)
+    monkeypatch.setattr(evaluate, "_as_worker", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.run_json.write_text('{"run_id": "abc"}')
+    run.config.write_text(to_yaml(load("miniature").resolve(["rollout.max_new_tokens=4"])))
+    words = ["evaluate", "--model", "run@5", "--benchmark", str(place / "two.parquet")]
+    assert cli.main([*words, "--limit", "4", "--workers", "2"]) == 0
+    assert exported == [Path("evaluations/models/run@5-abc")]
+
+
 def test_two_evaluations_are_compared_by_problem(
     whole: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -325,6 +370,28 @@ def test_a_plan_in_yaml_gives_benchmarks_their_own_settings(place: Path) -> None
     assert twice["figures"]["truncated"] == 1.0
     plan.write_text("model: miniature\n")
     assert cli.main(["evaluate", "--plan", str(plan)]) == 2
+
+
+def test_a_live_run_is_asked_for_no_more_tokens_than_its_engines_have_room_for(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.run_json.write_text("{}")
+    limits = ["rollout.max_new_tokens=20", "data.max_prompt_tokens=100"]
+    run.config.write_text(to_yaml(load("miniature").resolve(limits)))
+    plan = tmp_path / "plan.yaml"
+    data = place / "two.parquet"
+    plan.write_text(f"benchmarks: {{path: {data}, name: two, max_new_tokens: 2048}}\n")
+    words = ["evaluate", "--model", f"{run.path}@live"]
+    assert cli.main([*words, "--plan", str(plan)]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "two has rollout.max_new_tokens=2,048, and the engines of this run have room for 20" in said
+    )
+    assert f"evaluate {run.path}@newest" in said
+    assert cli.main([*words, "--benchmark", str(data), "data.max_prompt_tokens=101"]) == 2
+    assert "data.max_prompt_tokens=101" in capsys.readouterr().err
 
 
 class Server(BaseHTTPRequestHandler):
@@ -393,6 +460,44 @@ def test_a_server_elsewhere_answers_and_is_asked_again(
     assert r1_zero["figures"]["length"] == 11
     assert sorted(own["figures"]["by_subject"]) == ["s0", "s1"]
     assert "secret" not in Path("out/plan.json").read_text()
+
+
+def test_a_server_has_the_time_that_it_is_given_for_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text('{"question": "?", "answer": "42"}\n')
+    monkeypatch.setattr(elsewhere, "RETRIES", 0)
+    words = ["evaluate", "--model", "big", "--benchmark", str(data), "--to", str(tmp_path / "out")]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        words += ["--endpoint", f"http://127.0.0.1:{silent.getsockname()[1]}", "--request-seconds"]
+        assert cli.main([*words, "0.2"]) == 1
+    assert "no answer in 0.2 s: raise --request-seconds" in capsys.readouterr().err
+    assert cli.main([*words, "inf"]) == 2
+    assert "--request-seconds inf should be" in capsys.readouterr().err
+
+
+def asked_of(text: str) -> GroupRequest:
+    """A request for one answer to a prompt."""
+    return GroupRequest(
+        group_id="g",
+        prompt_tokens=np.zeros(0, np.int32),
+        count=1,
+        sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=8),
+        seed=0,
+        prompt_text=text,
+    )
+
+
+def test_a_chats_answer_without_a_text_is_an_empty_one_and_no_other_value_is() -> None:
+    def read(choice: dict[str, Any]) -> str | None:
+        return sample_of(asked_of("?"), json.dumps({"choices": [choice]}).encode()).text
+
+    assert read({"message": {"content": None}, "finish_reason": "length"}) == ""
+    refused: list[dict[str, Any]] = [{"message": {"content": 7}}, {"message": {}}, {"text": None}]
+    for choice in refused:
+        with pytest.raises(ExchangeError, match="its answer has no text"):
+            read(choice)
 
 
 def test_a_judges_labels_stand_beside_and_instructions_need_no_gold(
