@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 Format = Literal["hermes", "llama", "json"]
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)\n```", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?[^\S\n]*+\n(.*?)\n```", re.DOTALL)
 _DECODER = json.JSONDecoder()
 MOST_CALLS = 64
 """Calls of one turn that are read."""
