@@ -354,7 +354,7 @@ class Trainer:
         with clock.doing("metrics"):
             self._reporter.samples(step, batch.groups)
         trains = self._config.learner.train
-        too_long = trains and self._idle.saw(outcome.metrics)
+        too_long = trains and self._idle.saw(step, outcome.metrics)
         idle = {"train/idle_steps": float(self._idle.steps)} if trains else {}
         logged = self._callbacks.look()
         self._reporter.step(self._version, {**metrics, **idle, **logged}, self._publishing.stats())
