@@ -240,6 +240,34 @@ def test_in_the_warm_up_only_the_critic_is_trained(
         compare(updates, policy, critic)
 
 
+def test_the_coefficients_stay_at_their_start_until_the_policy_is_trained(
+    learner: Learner,
+    groups: list[MixedGroup],
+    made_up: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "tandem.learner.updates.reference.load_model",
+        lambda path, **kwargs: made_up.tiny_model(seed=5),
+    )
+    following = {
+        "kl_coefficient": 0.1,
+        "kl_reward_coefficient": 0.2,
+        "kl_target": 1e-6,
+        "entropy_target": 0.1,
+        "entropy_adapt": "stepped",
+        "entropy_coefficient": 0.3,
+    }
+    updates = learner(following, critic={"warmup_steps": 2}, minibatches=2)
+    start = dataclasses.asdict(updates.coefficients)
+    for step in (1, 2):
+        assert updates.train(step, groups, lr=0.01, critic_lr=0.02).applied
+        assert dataclasses.asdict(updates.coefficients) == start
+    assert updates.train(3, groups, lr=0.01, critic_lr=0.02).applied
+    moved = dataclasses.asdict(updates.coefficients)
+    assert all(moved[name] != start[name] for name in ("entropy", "kl", "kl_reward"))
+
+
 def test_rows_that_teach_nothing_change_nothing(
     learner: Learner, groups: list[MixedGroup], made_up: ModuleType
 ) -> None:
