@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -420,6 +422,28 @@ def test_checkpointing_gives_the_same_critic(learner: Learner, groups: list[Mixe
         found.append(snapshot(updates))
     for name in found[0]:
         torch.testing.assert_close(found[1][name], found[0][name], atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_critic_drops_the_language_models_head(
+    checkpointing: bool, made_up: ModuleType
+) -> None:
+    config = made_up.config_of(
+        learner={
+            "objective": {"name": "ppo"},
+            "critic": {},
+            "gradient_checkpointing": checkpointing,
+        }
+    )
+    model = made_up.tiny_model()
+    # An output matrix of its own, which nothing but the head holds.
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    head = weakref.ref(model.lm_head)
+    critic = CriticEngine(model, config, CPU)
+    del model
+    gc.collect()
+    assert head() is None
+    assert critic.model.training
 
 
 def test_a_critic_that_knows_fewer_tokens_than_the_policy_is_refused(made_up: ModuleType) -> None:
