@@ -36,7 +36,7 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
     Raises:
         ConfigError: this machine can't run the config, an environment can't be loaded, or a judge of its reward
             doesn't answer.
-        DataError: the model's folder lacks something, or the objective learns nothing from the archive.
+        DataError: the model's folder lacks something, or the archive is too long or teaches the objective nothing.
     """
     placement = place(config, machine)
     check_dtype(config, placement)
