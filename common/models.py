@@ -35,12 +35,16 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
-def resolve(path: str) -> str:
+def resolve(path: str, key: str = "model.path") -> str:
     """The folder (or hub name) that a config's ``model.path`` means.
 
     ``miniature`` and ``miniature-tools`` are models that are shipped. A name like ``org/model`` that
     isn't a folder here is a hub name and is returned unchanged, unless ``HF_HUB_OFFLINE`` is set and
     the local cache lacks it.
+
+    Args:
+        path: the setting's value.
+        key: the setting, for the error.
 
     Raises:
         DataError: there is no such folder, or it holds no model.
@@ -50,7 +54,7 @@ def resolve(path: str) -> str:
         folder = Path(str(shipped))
         if not folder.is_dir():
             raise DataError(
-                f"model.path={path}: the shipped model is missing at {folder}: install Tandem "
+                f"{key}={path}: the shipped model is missing at {folder}: install Tandem "
                 f"again, or name a model folder"
             )
         return str(folder)
@@ -58,16 +62,16 @@ def resolve(path: str) -> str:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise DataError(
-                f"model.path={path}: the folder has no config.json: name the Hugging Face folder "
+                f"{key}={path}: the folder has no config.json: name the Hugging Face folder "
                 f"that holds config.json, the weights and the tokenizer"
             )
         return str(folder)
     if folder.exists():
-        raise DataError(f"model.path={path} is a file: name the folder that it is in")
+        raise DataError(f"{key}={path} is a file: name the folder that it is in")
     if _HUB_NAME.fullmatch(path):
         return path
     raise DataError(
-        f"model.path={path}: there is no such folder: name a Hugging Face folder, a hub name "
+        f"{key}={path}: there is no such folder: name a Hugging Face folder, a hub name "
         f"(org/model), or {' or '.join(SHIPPED)}"
     )
 
@@ -132,6 +136,7 @@ def load_model(
     attention: str = "auto",
     device: str | torch.device = "cpu",
     flash: bool = True,
+    key: str = "model.path",
 ) -> PreTrainedModel:
     """Loads a causal language model.
 
@@ -141,6 +146,7 @@ def load_model(
         attention: see :func:`choose_attention`.
         device: device of the parameters.
         flash: whether ``auto`` may choose flash attention.
+        key: the setting that has ``path``, for errors.
 
     Raises:
         DataError: the weights are missing, unreadable, or don't belong to the config.
@@ -149,11 +155,11 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    place = resolve(path)
+    place = resolve(path, key)
     folder = Path(place)
     if folder.is_dir() and not any(True for glob in _WEIGHT_FILES for _ in folder.glob(glob)):
         raise DataError(
-            f"model.path={path}: the folder has a config.json and no weights (*.safetensors)"
+            f"{key}={path}: the folder has a config.json and no weights (*.safetensors)"
         )
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     # A progress bar is of no use in a log file.
@@ -173,11 +179,11 @@ def load_model(
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise DataError(unreadable(path, "weights", error)) from None
-    wrong = sorted(info["missing_keys"]) or sorted(str(key) for key in info["mismatched_keys"])
+        raise DataError(unreadable(path, "weights", error, key)) from None
+    wrong = sorted(info["missing_keys"]) or sorted(str(name) for name in info["mismatched_keys"])
     if wrong:
         raise DataError(
-            f"model.path={path}: the weights aren't those of its config.json: "
+            f"{key}={path}: the weights aren't those of its config.json: "
             f"{len(wrong)} tensors are missing or of another shape, such as {wrong[0]}"
         )
     return model.to(device)
@@ -257,15 +263,15 @@ def warn_of_slow_bfloat16(name: str, dtype: str, device: str | torch.device) -> 
         )
 
 
-def unreadable(path: str, what: str, error: Exception) -> str:
+def unreadable(path: str, what: str, error: Exception, key: str = "model.path") -> str:
     """What to tell a user whose model, here or on the hub, couldn't give its tokenizer, weights or config."""
     if not Path(path).expanduser().is_dir() and path not in SHIPPED:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         return (
-            f"model.path={path}: no such folder here, and the hub didn't give its {what}"
+            f"{key}={path}: no such folder here, and the hub didn't give its {what}"
             f"{offline}: {_one_line(error)}"
         )
-    return f"model.path={path}: its {what} can't be read: {_one_line(error)}"
+    return f"{key}={path}: its {what} can't be read: {_one_line(error)}"
 
 
 def _one_line(error: Exception) -> str:

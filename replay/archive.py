@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -254,6 +255,34 @@ def rewards(where: ArchivedStep) -> tuple[list[GroupRewards], bool]:
         for row in found
         if row["step"] == where.step
     ], foreign
+
+
+def longest(where: ArchivedStep) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest response in a step's groups, traces included.
+
+    The lengths of samples are read from ``source``, which has an entry for each token and takes next to no space.
+
+    Raises:
+        DataError: the file isn't an archive, or is damaged.
+    """
+    columns = (
+        "step",
+        "prompt_tokens",
+        "samples.list.element.source",
+        "traces.list.element.tokens",
+    )
+    with _opened(where.path) as file:
+        found = file.read_row_group(where.part, columns=list(columns))
+    prompt = response = 0
+    for batch in found.filter(pc.field("step") == where.step).to_batches():
+        prompt = max(prompt, _longest(batch["prompt_tokens"]))
+        for kind, name in (("samples", "source"), ("traces", "tokens")):
+            response = max(response, _longest(batch[kind].flatten().field(name)))
+    return prompt, response
+
+
+def _longest(lists: pa.ListArray) -> int:
+    return pc.max(lists.value_lengths()).as_py() or 0
 
 
 def _has_verdict(row: Mapping[str, Any]) -> bool:

@@ -117,8 +117,8 @@ class DataConfig(Section):
     """Folder of an archive (``tandem archive``, or a run's ``archive/``) whose groups are trained on instead
     of single traces, with ``learner.source=offline``: its steps in order, again and again if there are more."""
     heldout_pairs: Below1 = 0.0
-    """Share of the prompts whose pairs aren't trained on but measured, at the start, at evaluations and at the
-    end of an offline run of a preference objective; drawn by ``run.seed``."""
+    """Share of the prompts whose pairs aren't trained on but measured, at evaluations and at the end of an offline
+    run of a preference objective; drawn by ``run.seed``."""
     miniature: Literal["hard", "easy", "tools"] | None = None
     """Write the miniature's parquet files into ``{run}/data`` before anything reads them."""
     miniature_traces: NonNegative = 4

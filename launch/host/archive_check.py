@@ -1,7 +1,8 @@
-"""Whether an objective learns anything from an archive, by the rewards that stand in it.
+"""Whether an archive fits a run: its groups into the limits of lengths, and its rewards to the objective.
 
-It looks at no more steps than a run may be idle in a row (``learner.max_idle``), so that what it refuses
-would have ended with that error anyway, later; and it reads no tokens, so that it takes a moment.
+Lengths are those of all steps that the run trains on, since neither limit can be raised once it is under way.
+Of rewards it looks at no more steps than a run may be idle in a row (``learner.max_idle``), so that what it
+refuses would have ended with that error anyway, later. It reads no samples' tokens, so that it takes a moment.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from ...replay.archive import GroupRewards
 
 
 def check_archive(config: Config) -> None:
-    """Refuses an objective that learns nothing from the steps that a run would begin with.
+    """Refuses groups that are too long, and an objective that learns nothing from the steps that a run would
+    begin with.
 
     Raises:
-        DataError: that, or ``data.archive`` isn't an archive.
+        DataError: one of these, or ``data.archive`` isn't an archive.
     """
     assert config.data.archive is not None
+    _check_lengths(config, Path(config.data.archive).expanduser())
     most = min(config.learner.max_idle, config.run.steps or config.learner.max_idle)
     objective, negative = config.learner.objective, config.expert.negative
     steps = []
@@ -51,6 +54,27 @@ def check_archive(config: Config) -> None:
         f"in its first {len(steps)} steps ({len(every):,} groups, {own:,} own samples, {traces:,} expert "
         f"traces) {_why(objective)}: {choose}name another archive"
     )
+
+
+def _check_lengths(config: Config, folder: Path) -> None:
+    prompt = response = 0
+    for where in islice(archive.steps(folder), config.run.steps):
+        of_prompts, of_responses = archive.longest(where)
+        prompt, response = max(prompt, of_prompts), max(response, of_responses)
+    limits = {
+        "data.max_prompt_tokens": (config.data.max_prompt_tokens, prompt),
+        "rollout.max_new_tokens": (config.rollout.max_new_tokens, response),
+    }
+    wanted = [
+        f"{key}={limit:,} to at least {longest:,}"
+        for key, (limit, longest) in limits.items()
+        if longest > limit
+    ]
+    if wanted:
+        raise DataError(
+            f"data.archive={config.data.archive} has prompts of up to {prompt:,} tokens and responses of up to "
+            f"{response:,}: raise {' and '.join(wanted)}"
+        )
 
 
 def _why(objective: ObjectiveConfig) -> str:

@@ -36,7 +36,8 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
     Raises:
         ConfigError: this machine can't run the config, an environment can't be loaded, or a judge of its reward
             doesn't answer.
-        DataError: the model's folder lacks something, or the objective learns nothing from the archive.
+        DataError: the model's folder or the critic's lacks something, or the archive is too long or teaches the
+            objective nothing.
     """
     placement = place(config, machine)
     check_dtype(config, placement)
@@ -49,6 +50,7 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
     if config.learner.source == "ledger" and config.reward.pools:
         check_servers(config.reward)
     model = check_model(config)
+    check_critic(config)
     if config.data.archive is not None:
         from .archive_check import check_archive
 
@@ -90,6 +92,21 @@ def check_model(config: Config) -> Path | None:
             f"model's context of {context} tokens: lower one of them"
         )
     return path
+
+
+def check_critic(config: Config) -> None:
+    """Raises ``DataError`` if the critic's own model is missing, or has no weights."""
+    from ...common.models import resolve
+
+    critic = config.learner.critic
+    if critic is None or critic.model is None:
+        return
+    path = Path(resolve(critic.model, "learner.critic.model"))
+    if path.is_dir() and not weight_files(path):
+        raise DataError(
+            f"learner.critic.model={critic.model} has no weights (*.safetensors or *.bin): copy them into it, "
+            f"or name another folder"
+        )
 
 
 def check_dtype(config: Config, placement: Placement) -> None:

@@ -233,7 +233,7 @@ def critic_shape(config: Config, shape: ModelShape) -> ModelShape:
     critic = config.learner.critic
     if critic is None or critic.model is None:
         return shape
-    return shape_of(critic.model) or shape
+    return shape_of(critic.model, "learner.critic.model") or shape
 
 
 MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2, "rmsprop": 4}

@@ -202,15 +202,15 @@ TABLE: dict[str, ModelShape] = {
 ``-Instruct`` variant has the same sizes."""
 
 
-def shape_of(path: str) -> ModelShape | None:
-    """The sizes of ``model.path``; None for a model that is neither at hand nor in the table.
+def shape_of(path: str, key: str = "model.path") -> ModelShape | None:
+    """The sizes of a setting's model; None for a model that is neither at hand nor in the table.
 
     Nothing is downloaded. A hub name is first looked up in the local download cache.
 
     Raises:
         DataError: the path is neither a model folder nor a hub name.
     """
-    folder = local_folder(path)
+    folder = local_folder(path, key)
     if folder is None:
         return known(path)
     config = read_model_config(str(folder))
@@ -224,9 +224,9 @@ def known(name: str) -> ModelShape | None:
     return None if found is None else replace(found, name=name)
 
 
-def local_folder(path: str) -> Path | None:
+def local_folder(path: str, key: str = "model.path") -> Path | None:
     """The folder of a model that is on this machine, the download cache included."""
-    place = Path(resolve(path))
+    place = Path(resolve(path, key))
     if place.is_dir():
         return place
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()

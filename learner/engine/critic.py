@@ -190,7 +190,11 @@ def load_critic(config: Config, device: torch.device, vocabulary: int) -> Critic
         return None
     path = settings.model or config.model.path
     model = load_model(
-        path, dtype=config.model.dtype, attention=config.model.attention, device=device
+        path,
+        dtype=config.model.dtype,
+        attention=config.model.attention,
+        device=device,
+        key="model.path" if settings.model is None else "learner.critic.model",
     )
     known = model.config.get_text_config().vocab_size
     if known < vocabulary:

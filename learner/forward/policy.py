@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -286,11 +287,16 @@ def checkpoint_in_evaluation(whole: nn.Module) -> list[nn.Module]:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    # A critic takes a policy's layers and drops the rest of it, which hooks that hold it would keep.
+    held = weakref.ref(whole)
+
     def begin(module: nn.Module, inputs: Any) -> None:
         module.training = False
 
     def end(module: nn.Module, inputs: Any, output: Any) -> None:
-        module.training = whole.training
+        owner = held()
+        if owner is not None:
+            module.training = owner.training
 
     layers = [
         module

@@ -1,4 +1,4 @@
-"""The learning rate of each step."""
+"""The learning rate of each step, and whether there is a step for the policy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...common.config import LearnerConfig, OptimizerConfig
+from ...common.config import Config, LearnerConfig, OptimizerConfig
+from ...common.errors import ConfigError
 from ...common.import_path import is_import_path
 from . import own_schedule
 
@@ -86,6 +87,20 @@ def both_factors(
     critic = learner.critic
     others = [] if critic is None else factors_of(critic.optimizer, total, key=CRITIC_KEY)
     return factors_of(learner.optimizer, total, file), others
+
+
+def check_warmup(config: Config, total: int) -> None:
+    """Refuses a critic's warm-up of all ``total`` steps, which only the data tell of a run that is set in passes.
+
+    Raises:
+        ConfigError: that.
+    """
+    critic = config.learner.critic
+    if critic is not None and critic.warmup_steps >= total:
+        raise ConfigError(
+            f"learner.critic.warmup_steps={critic.warmup_steps} leaves the policy as it is in all {total:,} steps "
+            f"of run.passes={config.run.passes}: lower the first or raise the second"
+        )
 
 
 def learning_rates(

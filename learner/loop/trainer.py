@@ -42,7 +42,7 @@ from .evaluations import Evaluations, record_of, recorded_in
 from .publishing import Publishing
 from .reporter import Reporter
 from .saving import Saver, write_with_room
-from .schedule import both_factors, learning_rates
+from .schedule import both_factors, check_warmup, learning_rates
 from .stop_signal import StopSignal
 
 log = logging.getLogger("tandem.learner")
@@ -88,6 +88,7 @@ class Trainer:
         self._total = min(whole, config.run.last_step or whole)
         self._factors: tuple[list[float], list[float]] = ([], [])
         if config.learner.train:
+            check_warmup(config, whole)
             self._factors = both_factors(config.learner, whole, folder.schedule)
         with leader.waiting():
             kept = {"run_id": join.run_id, "seed": config.run.seed, **identity(config)}
@@ -354,7 +355,7 @@ class Trainer:
         with clock.doing("metrics"):
             self._reporter.samples(step, batch.groups)
         trains = self._config.learner.train
-        too_long = trains and self._idle.saw(outcome.metrics)
+        too_long = trains and self._idle.saw(step, outcome.metrics)
         idle = {"train/idle_steps": float(self._idle.steps)} if trains else {}
         logged = self._callbacks.look()
         self._reporter.step(self._version, {**metrics, **idle, **logged}, self._publishing.stats())

@@ -1,6 +1,6 @@
 """Detects steps that taught nothing: none of their tokens could move the gradient.
 
-One such step is not a fault (the groups may all have equal rewards). Many in a row mean that the run
+The steps of a critic's warm-up are left out: the policy is not to move in them. One idle step is not a fault (the groups may all have equal rewards). Many in a row mean that the run
 leaves the model unchanged, and does so without an error.
 """
 
@@ -16,20 +16,24 @@ class Idle:
 
     Args:
         config: the run's config.
-        total_steps: number of steps of the run; one that is shorter than ``learner.max_idle`` counts as
-            idle only as a whole.
+        total_steps: number of steps of the run; one that trains the policy for fewer than ``learner.max_idle``
+            counts as idle only as a whole.
     """
 
     def __init__(self, config: Config, total_steps: int) -> None:
         self._config = config
-        self._most = max(1, min(config.learner.max_idle, total_steps))
+        critic = config.learner.critic
+        self._warmup = 0 if critic is None else critic.warmup_steps
+        self._most = max(1, min(config.learner.max_idle, total_steps - self._warmup))
         self.steps = 0
         """Number of such steps in a row up to now."""
         self.alarm = ""
         """What is wrong while the stretch lasts, else empty."""
 
-    def saw(self, metrics: Mapping[str, float]) -> bool:
-        """Takes in the ``train/…`` metrics of a step; returns whether the stretch has just become too long."""
+    def saw(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Takes in the ``train/…`` metrics of a step, from 1; returns whether the stretch has just become too long."""
+        if step <= self._warmup:
+            return False
         rows, active = metrics.get("train/rows", 0.0), metrics.get("train/rows_active", 0.0)
         # NaN isn't 0: values that aren't finite are handled elsewhere.
         if active and metrics.get("train/grad_norm", 0.0) != 0:

@@ -52,6 +52,11 @@ class Preference(Objective):
         """``[R]`` sums of log π_θ over the tokens of these rows that aren't muted, 0 for the other rows."""
         return rows.by_row(widened(scored(rows, self._tokens(rows, which))))
 
+    def row_means(self, rows: Rows, which: Tensor) -> Tensor:
+        """``[R]`` means of log π_θ over the same tokens, 0 for the other rows."""
+        summed = rows.by_row(self._tokens(rows, which).to(torch.int64))
+        return self.row_sums(rows, which) / summed.clamp(min=1)
+
     def reference_sums(self, rows: Rows, which: Tensor) -> Tensor:
         """``[R]`` sums of log π_ref over the same tokens, 0 for the other rows."""
         if rows.reference is None:
@@ -152,8 +157,8 @@ class Orpo(Preference):
     columns = frozenset()
 
     def pair_losses(self, rows: Rows, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
-        sums = self.row_sums(rows, torch.cat([chosen, rejected]))
-        means = sums / rows.lengths.clamp(min=1)
+        # Odds aren't linear in the mean, so muted tokens can't count as tokens with the log-prob 0.
+        means = self.row_means(rows, torch.cat([chosen, rejected]))
         losses = orpo(means[chosen], means[rejected], beta=self.settings.beta)
         return losses, means[chosen] - means[rejected]
 

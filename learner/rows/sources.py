@@ -434,7 +434,7 @@ class ArchiveSource(StoredSource):
             raise DataError(
                 f"{where} has a prompt of {len(prompt):,} tokens and responses of up to {longest:,}: "
                 f"raise data.max_prompt_tokens={data.max_prompt_tokens:,} or "
-                f"rollout.max_new_tokens={rollout.max_new_tokens:,}"
+                f"rollout.max_new_tokens={rollout.max_new_tokens:,}, and start over with --fresh"
             )
         highest = max(int(tokens.max()) for tokens in (prompt, *responses) if len(tokens))
         if self._vocabulary is not None and highest >= self._vocabulary:

@@ -212,12 +212,14 @@ class Updates:
                     )
                 changed = True
                 passes = number + 1
-                self.coefficients.follow(found[-1])
+                # While the policy stays as it is, they can't bring what they follow to its target.
+                if not critic_alone:
+                    self.coefficients.follow(found[-1])
             if stopped:
                 break
             if not number:
                 in_first_pass = len(found)
-        if changed:
+        if changed and not critic_alone:
             self.coefficients.follow_step(measured)
         if before_step is not None:
             before_step()

@@ -321,6 +321,17 @@ def test_a_micro_batch_must_hold_the_longest_group_where_groups_stay_whole(name:
     assert f"which {name} never splits" in refusal
 
 
+def test_a_micro_batch_must_hold_a_held_out_pair_whatever_is_trained_on():
+    limits = ("data.max_prompt_tokens=100", "rollout.max_new_tokens=51", OFFLINE, named("kto"))
+    limits += ("learner.objective.advantage=none",)
+    assert start(*limits, "learner.micro_batch_tokens=299") is None
+    held = "data.heldout_pairs=0.2"
+    assert start(*limits, held, "learner.micro_batch_tokens=300") is None
+    refusal = str(start(*limits, held, "learner.micro_batch_tokens=299"))
+    assert "2 rows of a group, which the comparison of data.heldout_pairs never splits" in refusal
+    assert "at least 300, or lower data.max_prompt_tokens or" in refusal
+
+
 def test_the_unit_of_an_objective_of_your_own_is_told_by_itself():
     config = build("learner.micro_batch_tokens=2047")
     assert micro_batch_refusal(config, unit="row") is None

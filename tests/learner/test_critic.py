@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -240,6 +242,34 @@ def test_in_the_warm_up_only_the_critic_is_trained(
         compare(updates, policy, critic)
 
 
+def test_the_coefficients_stay_at_their_start_until_the_policy_is_trained(
+    learner: Learner,
+    groups: list[MixedGroup],
+    made_up: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "tandem.learner.updates.reference.load_model",
+        lambda path, **kwargs: made_up.tiny_model(seed=5),
+    )
+    following = {
+        "kl_coefficient": 0.1,
+        "kl_reward_coefficient": 0.2,
+        "kl_target": 1e-6,
+        "entropy_target": 0.1,
+        "entropy_adapt": "stepped",
+        "entropy_coefficient": 0.3,
+    }
+    updates = learner(following, critic={"warmup_steps": 2}, minibatches=2)
+    start = dataclasses.asdict(updates.coefficients)
+    for step in (1, 2):
+        assert updates.train(step, groups, lr=0.01, critic_lr=0.02).applied
+        assert dataclasses.asdict(updates.coefficients) == start
+    assert updates.train(3, groups, lr=0.01, critic_lr=0.02).applied
+    moved = dataclasses.asdict(updates.coefficients)
+    assert all(moved[name] != start[name] for name in ("entropy", "kl", "kl_reward"))
+
+
 def test_rows_that_teach_nothing_change_nothing(
     learner: Learner, groups: list[MixedGroup], made_up: ModuleType
 ) -> None:
@@ -392,6 +422,28 @@ def test_checkpointing_gives_the_same_critic(learner: Learner, groups: list[Mixe
         found.append(snapshot(updates))
     for name in found[0]:
         torch.testing.assert_close(found[1][name], found[0][name], atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_critic_drops_the_language_models_head(
+    checkpointing: bool, made_up: ModuleType
+) -> None:
+    config = made_up.config_of(
+        learner={
+            "objective": {"name": "ppo"},
+            "critic": {},
+            "gradient_checkpointing": checkpointing,
+        }
+    )
+    model = made_up.tiny_model()
+    # An output matrix of its own, which nothing but the head holds.
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    head = weakref.ref(model.lm_head)
+    critic = CriticEngine(model, config, CPU)
+    del model
+    gc.collect()
+    assert head() is None
+    assert critic.model.training
 
 
 def test_a_critic_that_knows_fewer_tokens_than_the_policy_is_refused(made_up: ModuleType) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
 from tandem.common.config import OptimizerConfig
-from tandem.learner.loop.schedule import learning_rate
+from tandem.common.errors import ConfigError
+from tandem.learner.loop.schedule import check_warmup, learning_rate
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,13 @@ def test_a_share_of_the_run_warms_up(share: float, total: int, steps: int) -> No
 
 def test_the_first_step_has_a_learning_rate_without_warm_up() -> None:
     assert learning_rate(OptimizerConfig(lr=2e-4, schedule="linear"), 1, 1) > 0
+
+
+def test_a_critics_warm_up_must_leave_the_policy_a_step(made_up: ModuleType) -> None:
+    config = made_up.config_of(
+        run={"steps": None, "passes": 2},
+        learner={"objective": {"name": "ppo"}, "critic": {"warmup_steps": 12}},
+    )
+    check_warmup(config, 13)
+    with pytest.raises(ConfigError, match=r"=12 leaves .* in all 12 steps of run\.passes=2: lower"):
+        check_warmup(config, 12)

@@ -176,9 +176,8 @@ def micro_batch_refusal(config: Config, *, unit: str, what: str = "") -> str | N
 
     Args:
         config: the run's config.
-        unit: what the objective never splits: a row, or a pair or group, which take the rows of a
-            whole group.
-        what: names the objective in the message.
+        unit: what is never split: a row, or a pair or group, which take the rows of a whole group.
+        what: names in the message what never splits them: the objective.
     """
     rows = 1 if unit == "row" else rows_of_group(config)
     least = rows * longest_row(config)
@@ -186,7 +185,7 @@ def micro_batch_refusal(config: Config, *, unit: str, what: str = "") -> str | N
     if least <= budget:
         return None
     times = f"{rows} rows of a group, which {what} never splits, x " if rows > 1 else ""
-    fewer = "rollout.group_size, " if rows > 1 else ""
+    fewer = "rollout.group_size, " if rows > 1 and _has_groups(config) else ""
     return (
         f"learner.micro_batch_tokens={budget:,} is less than the longest that may come: {times}"
         f"{longest_row(config):,} tokens (data.max_prompt_tokens={config.data.max_prompt_tokens:,} + "
@@ -197,7 +196,11 @@ def micro_batch_refusal(config: Config, *, unit: str, what: str = "") -> str | N
 
 def _micro_batch(config: Config) -> str | None:
     objective = config.learner.objective
-    return micro_batch_refusal(config, unit=objective.unit, what=objective.name)
+    unit, what = objective.unit, objective.name
+    if config.data.heldout_pairs and unit == "row":
+        # An objective on single rows compares the two of a held-out pair all the same.
+        unit, what = "group", "the comparison of data.heldout_pairs"
+    return micro_batch_refusal(config, unit=unit, what=what)
 
 
 def _half_sums(config: Config) -> str | None:

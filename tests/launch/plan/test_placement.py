@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tandem.common.errors import ConfigError
+from tandem.common.config import Config
+from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.host import preflight
 from tandem.launch.plan import hardware, placement, planning
@@ -16,6 +18,7 @@ from tandem.launch.run.joining import gpus_of
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.processes import roles
 from tandem.launch.run.processes.parts import seeing
+from tandem.learner.engine.critic import load_critic
 from tandem.rollout.vllm import vllm_version
 
 EIGHT = tuple(Gpu(index=i, name="H100", memory_mb=81559) for i in range(8))
@@ -190,6 +193,23 @@ def test_float16_is_refused_where_the_learner_has_no_gpu() -> None:
     preflight.check_dtype(
         load("miniature").resolve([]), placement.Placement(learner=((),), rollout=())
     )
+
+
+def test_a_critics_model_that_is_missing_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    def config_of(path: Path) -> Config:
+        ppo = ("learner.objective.name=ppo", "expert.per_group=0")
+        return load("miniature").resolve([*ppo, f"learner.critic.model={path}"])
+
+    with pytest.raises(DataError, match=r"^learner\.critic\.model=.*none: there is no such folder"):
+        preflight.check_critic(config_of(tmp_path / "none"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"^learner\.critic\.model=.* has no weights"):
+        preflight.check_critic(config_of(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    preflight.check_critic(config_of(tmp_path))
+    with pytest.raises(DataError, match=r"^learner\.critic\.model=.*: its weights can't be read"):
+        load_critic(config_of(tmp_path), torch.device("cpu"), 1)
+    preflight.check_critic(load("miniature").resolve([]))
 
 
 @pytest.mark.parametrize("key", ["learner.optimizer", "learner.critic.optimizer"])

@@ -21,17 +21,17 @@ def idle_of(made_up: ModuleType, total: int = 100, **learner: Any) -> Idle:
 
 def test_a_stretch_is_told_once_and_ends_with_the_first_step_that_moves(made_up: ModuleType):
     idle = idle_of(made_up)
-    assert [idle.saw(EQUAL) for _ in range(5)] == [False, False, True, False, False]
+    assert [idle.saw(step, EQUAL) for step in range(1, 6)] == [False, False, True, False, False]
     assert idle.steps == 5
     assert "no token of the last 5 steps" in idle.alarm
-    assert not idle.saw(ACTIVE)
+    assert not idle.saw(6, ACTIVE)
     assert (idle.steps, idle.alarm) == (0, "")
-    assert [idle.saw(EQUAL) for _ in range(3)] == [False, False, True]
+    assert [idle.saw(step, EQUAL) for step in range(7, 10)] == [False, False, True]
 
 
 def test_a_run_that_is_shorter_is_idle_as_a_whole(made_up: ModuleType):
     idle = idle_of(made_up, total=2)
-    assert [idle.saw(FLAT) for _ in range(2)] == [False, True]
+    assert [idle.saw(step, FLAT) for step in (1, 2)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,22 @@ def test_why_is_told_with_the_way_out(
     made_up: ModuleType, metrics: dict[str, float], learner: dict[str, Any], why: str
 ):
     idle = idle_of(made_up, **learner)
-    for _ in range(3):
-        idle.saw(metrics)
+    for step in range(1, 4):
+        idle.saw(step, metrics)
     assert why in idle.alarm
 
 
 def test_a_gradient_that_is_no_number_is_another_matter(made_up: ModuleType):
     idle = idle_of(made_up)
-    assert not any(idle.saw({**ACTIVE, "train/grad_norm": float("nan")}) for _ in range(9))
+    nan = {**ACTIVE, "train/grad_norm": float("nan")}
+    assert not any(idle.saw(step, nan) for step in range(1, 10))
     assert idle.steps == 0
+
+
+@pytest.mark.parametrize(("total", "told_at"), [(100, 8), (7, 7)])
+def test_the_policy_may_stand_still_in_the_critics_warm_up_alone(
+    made_up: ModuleType, total: int, told_at: int
+):
+    idle = idle_of(made_up, total, objective={"name": "ppo"}, critic={"warmup_steps": 5})
+    assert [step for step in range(1, told_at + 1) if idle.saw(step, FLAT)] == [told_at]
+    assert idle.steps == told_at - 5

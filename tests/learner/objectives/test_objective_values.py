@@ -127,6 +127,28 @@ def test_preferences_read_their_own_numbers(hand: ModuleType, formula: ModuleTyp
     check("orpo", hand, formula, 9, beta=0.7)
 
 
+def test_the_odds_of_orpo_are_of_the_tokens_that_are_not_muted(hand: ModuleType) -> None:
+    objective = make("orpo", beta=0.7)
+    logprobs = torch.tensor([-0.5, -0.1, -2.0, -1.0, -3.0], dtype=torch.float64)
+    row = torch.tensor([0, 0, 0, 1, 1])
+    muted = torch.tensor([False, False, True, True, False])
+
+    def loss(kept: torch.Tensor, **columns: torch.Tensor) -> float:
+        these = hand.rows(
+            row[kept],
+            torch.zeros_like(row[kept]).bool(),
+            torch.zeros_like(logprobs[kept]),
+            torch.zeros(2),
+            rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
+            logprobs=logprobs[kept],
+            **columns,
+        )
+        return float(objective.loss(these, hand.scalars_of(objective, these))[0])
+
+    everything = torch.ones_like(muted)
+    assert loss(everything, muted=muted) == pytest.approx(loss(~muted), abs=1e-12)
+
+
 def test_every_objective_has_a_formula_of_its_own(formula: ModuleType) -> None:
     assert set(formula.LOSSES) == set(OBJECTIVES)
 

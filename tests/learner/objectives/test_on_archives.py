@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -239,6 +241,47 @@ def test_no_more_steps_are_looked_at_than_a_run_may_be_idle(
         DataError, match=r"in its first 1 steps \(2 groups, 8 own samples, 0 expert"
     ):
         check_archive(config.model_copy(update={"learner": short}))
+
+
+def test_the_longest_rows_of_all_steps_of_the_run_must_fit(
+    made_up: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """Only the second step is too long, in the prompt of one group and in the trace of another."""
+    folder = write(tmp_path / "archive", made_up, (1, 0, 1, 0), traces=True)
+    path = folder / archive.file_name(2)
+    one, other = archive.read(path)
+    long = np.zeros(30, np.int32)
+    prompt = replace(one.group, prompt_tokens=long)
+    longest = max(len(sample.tokens) for sample in one.group.samples + other.group.samples)
+    assert longest < 20
+    trace = replace(other.traces[0], tokens=long[:20], logprobs=None)
+    archive.write(
+        path,
+        [
+            dataclasses.replace(one, group=prompt),
+            dataclasses.replace(other, traces=(trace,)),
+        ],
+    )
+    config = config_of(made_up, folder, model, {"name": "grpo"})
+
+    def limited(prompts: int, responses: int, steps: int = STEPS) -> Any:
+        return config.model_copy(
+            update={
+                "data": config.data.model_copy(update={"max_prompt_tokens": prompts}),
+                "rollout": config.rollout.model_copy(update={"max_new_tokens": responses}),
+                "run": config.run.model_copy(update={"steps": steps}),
+            }
+        )
+
+    check_archive(limited(30, 20))
+    check_archive(limited(29, 19, steps=1))
+    with pytest.raises(DataError, match=r": raise data\.max_prompt_tokens=29 to at least 30$"):
+        check_archive(limited(29, 20))
+    both = r"30 tokens and responses of up to 20: .*=29 to at least 30 and rollout.*=19 to at least 20$"
+    with pytest.raises(DataError, match=both):
+        check_archive(limited(29, 19))
+    with pytest.raises(DataError, match=r"raise rollout\.max_new_tokens=1 to at least"):
+        check_archive(limited(30, 1, steps=1))
 
 
 def test_the_refusal_names_those_that_would_learn_and_nothing_is_started(
