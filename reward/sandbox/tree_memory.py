@@ -13,8 +13,8 @@ import os
 from .entering import HOME
 
 PAGE = os.sysconf("SC_PAGESIZE")
-FOLDERS = ("/", HOME, "/tmp")
-"""Folders in which a boxed program may write."""
+FOLDERS = ("/", HOME, "/tmp", "/dev")
+"""Folders in which a boxed program may write; bubblewrap has one in ``/dev``, ``/dev/shm``."""
 
 
 def descendants(pid: int) -> list[int]:
