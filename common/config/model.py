@@ -14,7 +14,7 @@ class ModelConfig(Section):
     """A Hugging Face folder, a hub name, or ``miniature`` or ``miniature-tools`` for a model that is shipped."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the learner's forward and backward pass; master weights stay fp32. float16 searches for the scale of
-    its loss (``docs/memory.md``); it trains only on GPUs, and has not been run on one yet."""
+    its loss (``docs/memory.md``); it trains only on GPUs."""
     attention: Literal["auto", "flash_attention_2", "varlen", "flex", "sdpa", "eager"] = "auto"
     """The learner packs rows without padding under flash_attention_2, varlen (torch's own kernel for variable
     lengths) and flex. ``auto`` in bfloat16 on CUDA is flash_attention_2 if the package flash-attn is there, else

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--regrade",
         metavar="WORD",
         nargs="+",
-        help="grade anew: a preset's name or file, and any settings, e.g. reward.mode=math",
+        help="grade anew: a preset's name or file, and any settings, e.g. reward.mode=math_verify",
     )
 
 
@@ -93,7 +93,7 @@ def _regrade(words: list[str], stack: ExitStack) -> Change:
     name, overrides = split(words, "")
     if not name:
         raise ConfigError(
-            "--regrade names a preset first, e.g. --regrade miniature reward.mode=math"
+            "--regrade names a preset first, e.g. --regrade miniature reward.mode=math_verify"
         )
     reward = load(name).resolve(overrides).reward
     check_servers(reward)
