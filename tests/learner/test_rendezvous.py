@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
-from tandem.common.errors import ConfigError
+from tandem.common.config import WeightsConfig
+from tandem.common.errors import ConfigError, WeightsError
+from tandem.common.weights import nccl
+from tandem.common.weights.protocol import Meeting
 from tandem.learner.rendezvous import Seat, device_of, interfaces, variables
 
 
@@ -63,3 +69,50 @@ def test_gloo_takes_the_interface_that_reaches_rank_0() -> None:
     assert own.startswith("lo")
     with pytest.raises(ConfigError, match=r"no address of this host reaches nowhere"):
         interfaces(Seat(rank=1, world_size=2, address="nowhere.invalid"))
+
+
+@pytest.fixture
+def two_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with a GPU, loopback and one interface of a private network."""
+    found = {
+        name: [SimpleNamespace(family=socket.AF_INET, address=address)]
+        for name, address in (("lo", "127.0.0.1"), ("eth7", "192.0.2.7"))
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("two_interfaces")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [("192.0.2.7", "eth7"), ("eth7", "eth7"), ("127.0.0.1", "lo"), (None, "lo")],
+)
+def test_nccl_on_one_learner_host_takes_the_interface_of_the_weight_channel(
+    ranks: int, weights: str | None, name: str
+) -> None:
+    told = interfaces(Seat(world_size=ranks), weights)
+    assert told == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": f"={name}"}
+
+
+@pytest.mark.usefixtures("two_interfaces")
+@pytest.mark.parametrize(
+    ("interface", "given", "name"),
+    [("192.0.2.7", None, "=eth7"), (None, None, "=lo"), ("192.0.2.7", "ib0", "ib0")],
+)
+def test_a_workers_nccl_takes_the_interface_of_the_weight_channel(
+    interface: str | None, given: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+
+    def enter(at: Meeting, seconds: float) -> None:
+        raise WeightsError("nobody is there")
+
+    monkeypatch.setattr(nccl, "enter", enter)
+    channel = nccl.Nccl(WeightsConfig(interface=interface), torch.device("cpu"))
+    at = Meeting(host="192.0.2.1", port=1, channel="a", rank=1, world_size=2)
+    with pytest.raises(WeightsError, match="nobody is there"):
+        channel._meet(at)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == name
