@@ -7,6 +7,7 @@ learner on several hosts needs a private network (docs/hosts.md).
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..common.errors import ConfigError
+from ..common.errors import ConfigError, TandemError
 from ..common.sockets import address_towards, interface_of, is_loopback, local_address
 
 LOOPBACK = "127.0.0.1"
@@ -61,9 +62,11 @@ def _store(seat: Seat) -> tuple[dist.Store, int | None]:
             listener.bind((seat.address, seat.port))
         except OSError as error:
             listener.close()
-            raise ConfigError(
-                f"port {seat.port} of {seat.address}, where the learner's ranks meet, can't be bound: {error}"
-            ) from None
+            message = f"port {seat.port} of {seat.address}, where the learner's ranks meet, can't be bound: {error}"
+            if error.errno == errno.EADDRINUSE:
+                # Somebody was quicker; the supervisor starts the ranks again, with another port.
+                raise TandemError(f"{message}; start the ranks again with another port") from None
+            raise ConfigError(message) from None
         listener.listen(seat.world_size + 8)
     # The store takes over the socket, so it must not be closed here.
     descriptor = None if listener is None else listener.detach()
@@ -139,7 +142,8 @@ def process_group(seat: Seat, weights: str | None = None) -> Iterator[None]:
         weights: address or interface of the weight channel, if NCCL may carry it.
 
     Raises:
-        ConfigError: the port is missing or taken, or no interface of this host reaches rank 0.
+        ConfigError: the port is missing or can't be bound, or no interface of this host reaches rank 0.
+        TandemError: the port is taken; another one may be free.
     """
     for variable, name in interfaces(seat, weights).items():
         os.environ.setdefault(variable, name)

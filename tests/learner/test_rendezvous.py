@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from tandem.common.config import WeightsConfig
-from tandem.common.errors import ConfigError, WeightsError
+from tandem.common.errors import ConfigError, TandemError, WeightsError
 from tandem.common.weights import nccl
 from tandem.common.weights.protocol import Meeting
-from tandem.learner.rendezvous import Seat, device_of, interfaces, variables
+from tandem.launch.run.processes.supervision import HOPELESS
+from tandem.learner import rendezvous
+from tandem.learner.rendezvous import Seat, device_of, interfaces, process_group, variables
 
 
 @pytest.mark.parametrize(("rank", "gpus", "index"), [(0, 1, 0), (3, 1, 0), (3, 8, 3)])
@@ -62,6 +64,24 @@ def test_nobody_can_come_to_the_meeting_once_all_ranks_are_there() -> None:
     assert [rank.returncode for rank in ranks] == [0, 0]
     # gloo's own sockets are left.
     assert said == ["word ['127.0.0.1'] False\n"] * 2
+
+
+def test_a_port_that_somebody_took_meanwhile_is_worth_another_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        seat = Seat(world_size=2, port=taken.getsockname()[1])
+        with pytest.raises(TandemError, match="already in use") as caught, process_group(seat):
+            pass
+    assert caught.value.exit_code not in HOPELESS
+    # 192.0.2.0/24 is nobody's (RFC 5737), which no other port can mend.
+    monkeypatch.setattr(rendezvous, "interfaces", lambda seat, weights: {})
+    seat = Seat(world_size=2, address="192.0.2.7", port=seat.port)
+    with pytest.raises(ConfigError, match="can't be bound"), process_group(seat):
+        pass
 
 
 def test_gloo_takes_the_interface_that_reaches_rank_0() -> None:
