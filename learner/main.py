@@ -61,7 +61,7 @@ def main(
     place = folder.path if folder is not None else scratch or Path(tempfile.gettempdir())
     stop = StopSignal(heed=seat.rank == 0)
     device = prepare(config, seat.local_rank)
-    with process_group(seat):
+    with process_group(seat, config.weights_interface if config.may_use_nccl else None):
         updates = build(config, device, folder.reference if folder else place / "reference")
         files = CheckpointFiles.agreed(
             config.learner.checkpoints,

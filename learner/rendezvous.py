@@ -7,6 +7,7 @@ learner on several hosts needs a private network (docs/hosts.md).
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..common.errors import ConfigError
-from ..common.sockets import address_towards, interface_of
+from ..common.errors import ConfigError, TandemError
+from ..common.sockets import address_towards, interface_of, is_loopback, local_address
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=10)
@@ -61,9 +62,11 @@ def _store(seat: Seat) -> tuple[dist.Store, int | None]:
             listener.bind((seat.address, seat.port))
         except OSError as error:
             listener.close()
-            raise ConfigError(
-                f"port {seat.port} of {seat.address}, where the learner's ranks meet, can't be bound: {error}"
-            ) from None
+            message = f"port {seat.port} of {seat.address}, where the learner's ranks meet, can't be bound: {error}"
+            if error.errno == errno.EADDRINUSE:
+                # Somebody was quicker; the supervisor starts the ranks again, with another port.
+                raise TandemError(f"{message}; start the ranks again with another port") from None
+            raise ConfigError(message) from None
         listener.listen(seat.world_size + 8)
     # The store takes over the socket, so it must not be closed here.
     descriptor = None if listener is None else listener.detach()
@@ -107,28 +110,42 @@ def variables(seat: Seat) -> dict[str, str]:
     }
 
 
-def interfaces(seat: Seat) -> dict[str, str]:
+def interfaces(seat: Seat, weights: str | None = None) -> dict[str, str]:
     """The variables that bind gloo and NCCL to the interface from which this host reaches rank 0.
 
     By themselves they take the address of the host's name, which is often one of loopback.
 
+    Args:
+        seat: this rank's place.
+        weights: address or interface of the weight channel, if NCCL may carry it.
+
     Raises:
         ConfigError: no address of this host reaches it, or no interface holds that address.
     """
-    name = interface_of(address_towards(seat.address) if seat.world_size > 1 else LOOPBACK)
+    address = address_towards(seat.address) if seat.world_size > 1 else LOOPBACK
+    name = interface_of(address)
+    if not torch.cuda.is_available():
+        return {"GLOO_SOCKET_IFNAME": name}
+    if weights is not None and is_loopback(address):
+        # NCCL reads its variable once in a process, and this one may send weights to other hosts later.
+        address = local_address(weights)
     # NCCL takes a bare name for a prefix.
-    nccl = {"NCCL_SOCKET_IFNAME": f"={name}"} if torch.cuda.is_available() else {}
-    return {"GLOO_SOCKET_IFNAME": name, **nccl}
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={interface_of(address)}"}
 
 
 @contextmanager
-def process_group(seat: Seat) -> Iterator[None]:
+def process_group(seat: Seat, weights: str | None = None) -> Iterator[None]:
     """The default process group: gloo for CPU tensors, and NCCL for CUDA tensors if there are GPUs.
 
+    Args:
+        seat: this rank's place.
+        weights: address or interface of the weight channel, if NCCL may carry it.
+
     Raises:
-        ConfigError: the port is missing or taken, or no interface of this host reaches rank 0.
+        ConfigError: the port is missing or can't be bound, or no interface of this host reaches rank 0.
+        TandemError: the port is taken; another one may be free.
     """
-    for variable, name in interfaces(seat).items():
+    for variable, name in interfaces(seat, weights).items():
         os.environ.setdefault(variable, name)
     os.environ.update(variables(seat))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ KNOWN_SECONDS = 3600.0
 """A host that hasn't been heard of for longer is forgotten."""
 EVERY_SECONDS = 1.0
 """Time between two heartbeats, and between two looks."""
+TOLERATED_SECONDS = 5 * EVERY_SECONDS
+"""A pause between two looks, or a jump of Redis' clock, that says nothing about the hosts' silence."""
 
 
 class Failure(Record, frozen=True, kw_only=True):
@@ -186,6 +189,14 @@ class Look:
         return min(heads, key=lambda host: host.age, default=None)
 
 
+def _clock_jumped(last: Look, hosts: Sequence[Host], now: float) -> bool:
+    """Whether Redis' clock, by which hosts have their ages, was put forward after the last look: a host has aged
+    by more than the time (``monotonic``) since then."""
+    most = now - last.moment + TOLERATED_SECONDS
+    before = {host.member: host.age for host in last.hosts}
+    return any(host.age - before.get(host.member, host.age) > most for host in hosts)
+
+
 class HostLink:
     """A thread that keeps this host's heartbeat and looks at the others, so that its supervisor never waits.
 
@@ -225,7 +236,8 @@ class HostLink:
         return time.monotonic() - (self._began if look is None else look.moment)
 
     def is_lost(self, host: Host, seconds: float) -> bool:
-        """Whether a host has been silent for so long, counting only time in which Redis could be asked."""
+        """Whether a host has been silent for so long, counting only time in which Redis could be asked and its
+        clock ran evenly."""
         return host.age > seconds and time.monotonic() - self._since > seconds
 
     def say(self, **changes: Any) -> None:
@@ -271,8 +283,12 @@ class HostLink:
                 log.debug(f"hosts: {error}")
             else:
                 now = time.monotonic()
-                if self._look is None or now - self._look.moment > 5 * EVERY_SECONDS:
+                last = self._look
+                if last is None or now - last.moment > TOLERATED_SECONDS:
                     # Redis was away, so that nobody's heartbeat was taken down.
+                    self._since = now
+                elif _clock_jumped(last, hosts, now):
+                    # Hosts seem to have been silent for as long as that until their next heartbeat.
                     self._since = now
                 self._look = Look(hosts=hosts, meeting=meeting, run_state=state, moment=now)
             self._wake.wait(EVERY_SECONDS)

@@ -61,6 +61,11 @@ class LaunchConfig(Section):
     ranks of NCCL can't share a GPU."""
 
     @property
+    def binds_all(self) -> bool:
+        """Whether ``bind`` stands for all of a host's addresses."""
+        return self.bind in ("0.0.0.0", "::")
+
+    @property
     def port_range(self) -> range | None:
         """``ports`` as numbers, the last one included."""
         if self.ports is None:

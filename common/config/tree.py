@@ -62,8 +62,8 @@ class Config(Section):
     def weights_interface(self) -> str:
         """Address or interface that the weight channel binds."""
         # A wildcard names no interface, and a channel without credentials never binds all of them.
-        wildcard = self.launch.bind in ("0.0.0.0", "::")
-        return self.weights.interface or ("127.0.0.1" if wildcard else self.launch.bind)
+        bind = "127.0.0.1" if self.launch.binds_all else self.launch.bind
+        return self.weights.interface or bind
 
     @property
     def weights_bound(self) -> WeightsConfig:
@@ -128,7 +128,7 @@ class Config(Section):
                 f"learner.hosts={learner.hosts} doesn't divide learner.ranks={learner.ranks}: every host "
                 f"has as many ranks as the others"
             )
-        if learner.hosts > 1 and self.launch.bind in ("0.0.0.0", "::"):
+        if learner.hosts > 1 and self.launch.binds_all:
             raise ValueError(
                 f"learner.hosts={learner.hosts} meet at launch.bind={self.launch.bind}, without credentials: "
                 f"set launch.bind to one private address of the head"

@@ -23,8 +23,8 @@ class WeightsConfig(Section):
     """``star``: one channel per worker, each of which fails by itself. ``broadcast``: one channel for
     all workers that are ready, so that the learner sends a version once; for many nodes."""
     snapshot_folder: str | None = None
-    """Folder of weight snapshots, on a file system that learner and workers share; None =
-    ``weights`` in the run's folder. The newest two are kept."""
+    """Folder of weight snapshots, on a file system that learner and workers share. Each run has a folder of its
+    own in it, named by the run's id. None = ``weights`` in the run's folder. The newest two are kept."""
     snapshot_every: NonNegative = 0
     """Steps from one snapshot to the next; 0 = only if a worker can't be served in any other way."""
     every: Positive = 1

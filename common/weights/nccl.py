@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 
 from ..config import WeightsConfig
 from ..errors import WeightsError
+from ..sockets import interface_of, local_address
 from ..waiting import Wait
 from .gloo import Channel, bucket_seconds, enter, first_line
 from .protocol import Meeting, Pair
@@ -52,7 +54,8 @@ class Nccl(Channel):
     NCCL can wait forever inside a kernel, and doesn't notice when a peer on the same host dies
     (NVIDIA/nccl#279). So nothing here synchronises with it: an event on the side stream is queried
     until the deadline, after which the communicator is aborted in a thread of its own, because an
-    abort may hang too (NVIDIA/nccl#863). ``NCCL_SOCKET_IFNAME`` binds NCCL to an interface.
+    abort may hang too (NVIDIA/nccl#863). NCCL is bound to the channel's interface, unless the
+    variable ``NCCL_SOCKET_IFNAME`` names one; it reads that once in a process.
     """
 
     def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
@@ -71,9 +74,13 @@ class Nccl(Channel):
 
     def _meet(self, at: Meeting) -> None:
         """Meets the other ranks. The communicator forms at the first transfer."""
+        address = local_address(self.settings.interface or "127.0.0.1", at.host)
+        # NCCL takes a bare name for a prefix. A learner's process has set it before its ranks met.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(address)}")
+        store = enter(at, self.settings.open_seconds)
+        # torch for CPUs has none.
         from torch.distributed import ProcessGroupNCCL
 
-        store = enter(at, self.settings.open_seconds)
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=max(1.0, self.settings.open_seconds))
         options.is_high_priority_stream = False

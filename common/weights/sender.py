@@ -73,10 +73,13 @@ class WeightSender:
         self._stopping = threading.Event()
         self._slots = StagingSlots(membership.run_id, base_of(config.model, config.learner.lora))
 
-        folder = snapshot_folder or Path(
+        snapshots = snapshot_folder or Path(
             tempfile.gettempdir(), f"tandem-{membership.run_id}-weights"
         )
-        snapshots = Path(config.weights.snapshot_folder or folder).expanduser().absolute()
+        if config.weights.snapshot_folder is not None:
+            # Other runs may have used it, and each run's versions begin at term 1.
+            snapshots = Path(config.weights.snapshot_folder, membership.run_id)
+        snapshots = snapshots.expanduser().absolute()
         keys, ports = new_keys(), config.launch.port_range
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = Authenticator(self._context, membership.client.public)

@@ -2,7 +2,7 @@
 
 ::
 
-    weights/LATEST              name of the newest one
+    weights/LATEST              name of the newest one; the folder is one run's
     weights/3.120/              term 3, step 120
         model.safetensors       as transformers and vLLM read it
         manifest.json           version, layout, checksums

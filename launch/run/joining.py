@@ -150,6 +150,11 @@ def join(joining: Joining, terminal: Terminal) -> int:
     info = read_join(joining.file)
     store, config = _contact(info, terminal.say)
     try:
+        if config.launch.binds_all:
+            raise ConfigError(
+                f"the run binds launch.bind={config.launch.bind}, at which hosts that join find neither weights nor "
+                f"reward pools: start it with launch.bind set to one private address of the head"
+            )
         if joining.dry_run:
             print("\n".join(_dry_run(joining, info, config)))
             return 0

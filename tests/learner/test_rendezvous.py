@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
-from tandem.common.errors import ConfigError
-from tandem.learner.rendezvous import Seat, device_of, interfaces, variables
+from tandem.common.config import WeightsConfig
+from tandem.common.errors import ConfigError, TandemError, WeightsError
+from tandem.common.weights import nccl
+from tandem.common.weights.protocol import Meeting
+from tandem.launch.run.processes.supervision import HOPELESS
+from tandem.learner import rendezvous
+from tandem.learner.rendezvous import Seat, device_of, interfaces, process_group, variables
 
 
 @pytest.mark.parametrize(("rank", "gpus", "index"), [(0, 1, 0), (3, 1, 0), (3, 8, 3)])
@@ -58,8 +66,73 @@ def test_nobody_can_come_to_the_meeting_once_all_ranks_are_there() -> None:
     assert said == ["word ['127.0.0.1'] False\n"] * 2
 
 
+def test_a_port_that_somebody_took_meanwhile_is_worth_another_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        seat = Seat(world_size=2, port=taken.getsockname()[1])
+        with pytest.raises(TandemError, match="already in use") as caught, process_group(seat):
+            pass
+    assert caught.value.exit_code not in HOPELESS
+    # 192.0.2.0/24 is nobody's (RFC 5737), which no other port can mend.
+    monkeypatch.setattr(rendezvous, "interfaces", lambda seat, weights: {})
+    seat = Seat(world_size=2, address="192.0.2.7", port=seat.port)
+    with pytest.raises(ConfigError, match="can't be bound"), process_group(seat):
+        pass
+
+
 def test_gloo_takes_the_interface_that_reaches_rank_0() -> None:
     own = interfaces(Seat(rank=1, world_size=2, address="127.0.0.1"))["GLOO_SOCKET_IFNAME"]
     assert own.startswith("lo")
     with pytest.raises(ConfigError, match=r"no address of this host reaches nowhere"):
         interfaces(Seat(rank=1, world_size=2, address="nowhere.invalid"))
+
+
+@pytest.fixture
+def two_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with a GPU, loopback and one interface of a private network."""
+    found = {
+        name: [SimpleNamespace(family=socket.AF_INET, address=address)]
+        for name, address in (("lo", "127.0.0.1"), ("eth7", "192.0.2.7"))
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("two_interfaces")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [("192.0.2.7", "eth7"), ("eth7", "eth7"), ("127.0.0.1", "lo"), (None, "lo")],
+)
+def test_nccl_on_one_learner_host_takes_the_interface_of_the_weight_channel(
+    ranks: int, weights: str | None, name: str
+) -> None:
+    told = interfaces(Seat(world_size=ranks), weights)
+    assert told == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": f"={name}"}
+
+
+@pytest.mark.usefixtures("two_interfaces")
+@pytest.mark.parametrize(
+    ("interface", "given", "name"),
+    [("192.0.2.7", None, "=eth7"), (None, None, "=lo"), ("192.0.2.7", "ib0", "ib0")],
+)
+def test_a_workers_nccl_takes_the_interface_of_the_weight_channel(
+    interface: str | None, given: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+
+    def enter(at: Meeting, seconds: float) -> None:
+        raise WeightsError("nobody is there")
+
+    monkeypatch.setattr(nccl, "enter", enter)
+    channel = nccl.Nccl(WeightsConfig(interface=interface), torch.device("cpu"))
+    at = Meeting(host="192.0.2.1", port=1, channel="a", rank=1, world_size=2)
+    with pytest.raises(WeightsError, match="nobody is there"):
+        channel._meet(at)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == name

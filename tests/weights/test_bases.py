@@ -102,6 +102,7 @@ def test_adapters_arrive_bit_for_bit_at_workers_that_join_at_any_time(
         assert one.next() == (v(4), {})
     wait_served(publisher, v(4), 10)
     if transport == "snapshot":
+        snapshots = snapshots / run.join.run_id
         newest = snapshots / (snapshots / "LATEST").read_text()
         stored = load_file(newest / MODEL)
         assert {name: t.numpy().tobytes() for name, t in stored.items()} == as_bytes(adapters(3))

@@ -117,6 +117,7 @@ class TestSnapshots:
         for step in range(4):
             publisher.publish(v(step), model(step, big=True))
             assert worker.next() == (v(step), as_bytes(model(step, big=True)))
+        folder = folder / run.join.run_id
         assert sorted(path.name for path in folder.iterdir()) == ["1.2", "1.3", "LATEST"]
         assert (folder / "LATEST").read_text() == "1.3"
         saved = load_file(folder / "1.3" / "model.safetensors")
@@ -124,12 +125,28 @@ class TestSnapshots:
         manifest = json.loads((folder / "1.3" / "manifest.json").read_text())
         assert manifest["version"] == {"term": 1, "step": 3}
 
+    def test_what_another_run_has_left_in_the_folder_neither_serves_nor_hinders(
+        self, run: Any, tmp_path: Path
+    ) -> None:
+        # Names of its own earlier versions, and of later ones than this run's.
+        left = [tmp_path / name / "model.safetensors" for name in ("1.0", "2.7", "2.8")]
+        for path in left:
+            path.parent.mkdir()
+            path.write_bytes(b"theirs")
+        options = ways(run, transport="snapshot", snapshot_folder=str(tmp_path))
+        publisher = run.publisher()
+        worker = run.worker(**options)
+        for step in range(2):
+            publisher.publish(v(step), model(step, big=True))
+            assert worker.next() == (v(step), as_bytes(model(step, big=True)))
+        assert [path.read_bytes() for path in left] == [b"theirs"] * 3
+
     def test_one_byte_of_a_snapshot_that_changed_is_noticed(self, run: Any, tmp_path: Path) -> None:
         folder = tmp_path / "weights"
         options = ways(run, transport="snapshot", snapshot_folder=str(folder), snapshot_every=1)
         publisher = run.publisher()
         publisher.publish(v(0), model(0, big=True))
-        path = folder / "1.0" / "model.safetensors"
+        path = folder / run.join.run_id / "1.0" / "model.safetensors"
         end = time.monotonic() + 20
         while not path.exists() and time.monotonic() < end:
             time.sleep(0.01)
@@ -153,6 +170,7 @@ class TestSnapshots:
     def test_they_are_written_as_often_as_asked(self, run: Any, tmp_path: Path) -> None:
         folder = tmp_path / "weights"
         options = ways(run, snapshot_folder=str(folder), snapshot_every=2)
+        folder = folder / run.join.run_id
         publisher = run.publisher()
         worker = run.worker(**options)
         for step in range(5):

@@ -73,10 +73,21 @@ def _outside(config: Config) -> str | None:
     )
 
 
+def _workers_elsewhere(config: Config) -> str | None:
+    online = config.learner.source == "ledger"
+    if not config.launch.binds_all or config.rollout.workers or not online:
+        return None
+    return (
+        f"rollout.workers=0 (--head) leaves the samples to other hosts, which find neither weights nor reward pools "
+        f"at launch.bind={config.launch.bind}: set launch.bind to one private address of the head"
+    )
+
+
 LAUNCH_RULES: tuple[Rule, ...] = (
     _existing_redis,
     _engine_gpus,
     _waits,
     _nccl_on_cpus,
     _outside,
+    _workers_elsewhere,
 )

@@ -175,6 +175,20 @@ def test_an_address_that_is_not_this_hosts_is_told_and_not_started(
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize("bind", ["0.0.0.0", "::"])
+def test_a_head_that_would_bind_all_addresses_is_refused(
+    bind: str, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    # YAML reads a bare :: as a mapping.
+    words = ("start", "miniature", f'launch.bind="{bind}"')
+    for more in (("--head", "--dry-run"), ("--head",)):
+        code, out, err = tandem(capsys, *words, *more)
+        assert (code, out) == (2, "")
+        assert "set launch.bind to one private address of the head" in err
+    assert tandem(capsys, *words, "--dry-run")[0] == 0
+    assert list(here.iterdir()) == []
+
+
 def test_a_password_in_the_url_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     url = "replay.redis_url=redis://:secret@store.example:6380/0"
     code, out, _ = tandem(capsys, "start", "--dry-run", url)

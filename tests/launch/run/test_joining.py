@@ -77,3 +77,12 @@ def test_a_role_that_the_run_has_no_use_for_is_refused(
     put(run)
     assert cli.main(["join", "join.json", "--role", role, "--dry-run"]) == 2
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward"])
+def test_a_run_that_binds_all_addresses_can_not_be_joined(
+    role: str, run: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(run, "launch.bind=0.0.0.0")
+    assert cli.main(["join", "join.json", "--role", role, "--dry-run"]) == 2
+    assert "launch.bind set to one private address of the head" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from tandem.launch.run.processes.parts import ProcessSpec
 from tandem.launch.run.processes.supervision import PartFailed
 from tandem.replay import hosts
 from tandem.replay.connection import connect
-from tandem.replay.hosts import HEAD, HostLink, HostState
+from tandem.replay.hosts import HEAD, Host, HostLink, HostState
 
 RANK = ProcessSpec(name="learner-1", arguments=(), log=Path("learner-1.log"))
 
@@ -78,6 +78,7 @@ class Meetings:
 def meet(server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Meetings]]:
     for module in (hosts, meeting):
         monkeypatch.setattr(module, "EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(hosts, "TOLERATED_SECONDS", 0.25)
     monkeypatch.setattr(meeting, "PRESENT_SECONDS", 1.0)
     made: list[Meetings] = []
 
@@ -206,6 +207,28 @@ def test_a_spare_takes_the_place_of_a_host_that_has_left(meet: Callable[..., Mee
     until(convener.may_start)
     until(spare.may_start)
     assert spare.place == 1
+
+
+def test_after_a_jump_of_redis_clock_a_host_is_lost_only_if_it_stays_silent(
+    meet: Callable[..., Meetings],
+) -> None:
+    meetings = meet()
+    watcher, other = meetings.link("a"), meetings.link("b")
+    until(lambda: watcher.look is not None and watcher.look.host(other.member))
+    other.stop(leave=False)
+    watcher._since -= 100  # It has watched for longer than a host may be silent.
+
+    def aged() -> Host | None:
+        found = watcher.look.host(other.member) if watcher.look is not None else None
+        return found if found is not None and found.age > 100 else None
+
+    # Seen from Redis' clock after a jump, every earlier heartbeat is older.
+    store = other.hosts._store
+    store.call("zincrby", store.key("beats"), -100_000, other.member)
+    host = until(aged)
+    assert not watcher.is_lost(host, 60)
+    watcher._since -= 100
+    assert watcher.is_lost(host, 60)
 
 
 def test_what_a_host_brings_is_what_the_run_needs() -> None:
