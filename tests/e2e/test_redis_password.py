@@ -79,6 +79,7 @@ def test_a_sweep_hands_it_to_its_runs_in_their_environment(tmp_path: Path, url: 
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.byhand
 def test_stages_are_summed_up_without_it(tmp_path: Path, url: str) -> None:
     words = ("sft.run.steps=1", "rl.run.steps=1", *BRIEF, f"rl.replay.redis_url={url}")
     # What the command forks has its words, in which the user has written the password.
