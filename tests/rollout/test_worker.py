@@ -620,8 +620,9 @@ def test_a_worker_that_an_outage_has_ended_takes_up_its_groups_as_if_nothing_had
             assert bench.pool.wait_received(3, 40), bench.log()[-3000:]
             bench.server.kill()
             assert process.wait(40) == 1, bench.log()[-3000:]
-            # What a drain could give back to nobody, it tries once and not for each group.
-            assert bench.log().count("wasn't given back and will expire") == 1
+            # What a drain could give back to nobody, it tries once and not for each group; before that
+            # a group may have been given back whose samples it has cut short.
+            assert bench.log().count("wasn't given back and will expire") in (1, 2)
             bench.server.start()
             bench.silent = False
             bench.worker()
