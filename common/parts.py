@@ -14,6 +14,8 @@ from typing import Any
 
 from .telemetry import JsonLines, read_json_lines
 
+HELD_OUT_PAIRS = "heldout/preference_pairs"
+"""In ``metrics.jsonl``, a key of the record of held-out pairs alone, which comes after the record of its step."""
 PART_BYTES = 16 << 20
 """Size at which a part is full and the next one begins."""
 

@@ -123,6 +123,10 @@ class Channel(ABC):
         the deadline or when the other side closes, so callers leave such a thread behind."""
         return None
 
+    def _address(self, at: Meeting) -> str:
+        """The address of this host to which the channel is bound."""
+        return local_address(self.settings.interface or "127.0.0.1", at.host)
+
     def _carry(
         self, verb: str, staged: StagedTensors, at: Meeting, done: Callable[[int], None]
     ) -> None:
@@ -170,8 +174,7 @@ class Gloo(Channel):
         options = _Gloo._Options()
         options._timeout = timedelta(seconds=max(0.1, end - time.monotonic()))
         options._threads = 1
-        address = local_address(self.settings.interface or "127.0.0.1", at.host)
-        options._devices = [_Gloo.create_device(hostname=address, lazy_init=False)]
+        options._devices = [_Gloo.create_device(hostname=self._address(at), lazy_init=False)]
         try:
             self._group = _Gloo(store, at.rank, at.world_size, options)
         except RuntimeError as error:

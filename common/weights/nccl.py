@@ -14,7 +14,7 @@ import torch
 
 from ..config import WeightsConfig
 from ..errors import WeightsError
-from ..sockets import interface_of, local_address
+from ..sockets import interface_of
 from ..waiting import Wait
 from .gloo import Channel, bucket_seconds, enter, first_line
 from .protocol import Meeting, Pair
@@ -74,9 +74,8 @@ class Nccl(Channel):
 
     def _meet(self, at: Meeting) -> None:
         """Meets the other ranks. The communicator forms at the first transfer."""
-        address = local_address(self.settings.interface or "127.0.0.1", at.host)
         # NCCL takes a bare name for a prefix. A learner's process has set it before its ranks met.
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(address)}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(self._address(at))}")
         store = enter(at, self.settings.open_seconds)
         # torch for CPUs has none.
         from torch.distributed import ProcessGroupNCCL

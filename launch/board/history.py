@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ...common.parts import parts
+from ...common.parts import HELD_OUT_PAIRS, parts
 from ...common.ratio_check import alarm_of
 
 _AGE = re.compile("[0-9]{1,4}")
@@ -60,8 +60,7 @@ class History:
             self._evaluations.update({(one.set, one.step): one for one in found})
             return
         recent = self._recent
-        if "heldout/preference_pairs" in record:
-            # It comes after the record of its step.
+        if HELD_OUT_PAIRS in record:
             return
         if recent and (step <= recent[-1]["step"] or record.get("term") != recent[-1].get("term")):
             # The learner was restarted: the time in between says nothing about the pace.

@@ -77,11 +77,7 @@ def check_model(config: Config) -> Path | None:
             f"{', '.join(TOKENIZER_FILES)}): copy the tokenizer files of the model that it "
             f"comes from into it"
         )
-    if not weight_files(path):
-        raise DataError(
-            f"model.path={config.model.path} has no weights (*.safetensors or *.bin): copy them "
-            f"into it, or name another folder"
-        )
+    _require_weights(path, f"model.path={config.model.path}")
     text = settings.get("text_config")
     context = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -102,10 +98,14 @@ def check_critic(config: Config) -> None:
     if critic is None or critic.model is None:
         return
     path = Path(resolve(critic.model, "learner.critic.model"))
-    if path.is_dir() and not weight_files(path):
+    if path.is_dir():
+        _require_weights(path, f"learner.critic.model={critic.model}")
+
+
+def _require_weights(folder: Path, setting: str) -> None:
+    if not weight_files(folder):
         raise DataError(
-            f"learner.critic.model={critic.model} has no weights (*.safetensors or *.bin): copy them into it, "
-            f"or name another folder"
+            f"{setting} has no weights (*.safetensors or *.bin): copy them into it, or name another folder"
         )
 
 

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...common.errors import DataError
+from ...common.parts import HELD_OUT_PAIRS
 from ...common.run_folder import RunFolder
 from ...replay import archive
 
 WHOLE = ("step", "term")
 """Columns that are whole numbers."""
 EVALUATION = "eval/"
-PAIRS = "heldout/preference_pairs"
 
 
 def table(rows: Iterable[Mapping[str, Any]], first: Collection[str] = ()) -> pa.Table:
@@ -59,7 +59,7 @@ def metrics(records: Iterable[Mapping[str, Any]]) -> pa.Table:
             continue
         step = record.get("step")
         # Held-out pairs have a record of their own, after their step's.
-        last[step] = {**last.get(step, {}), **record} if PAIRS in record else record
+        last[step] = {**last.get(step, {}), **record} if HELD_OUT_PAIRS in record else record
     return table(last.values(), ("step", "term", "time"))
 
 

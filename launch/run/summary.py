@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from ...common.errors import DataError
-from ...common.parts import parts, read_parts
+from ...common.parts import HELD_OUT_PAIRS, parts, read_parts
 from ...common.run_folder import RunFolder, write_atomic
 from ...learner.loop.best import best_of
 from ...learner.resume.journal import trained
@@ -101,7 +101,7 @@ def make(
         "evaluation_problems": after["problems"] if after else None,
         "best": best_of(folder.best),
         "preference_accuracy": course.preferences.get("heldout/preference_accuracy"),
-        "preference_pairs": course.preferences.get("heldout/preference_pairs"),
+        "preference_pairs": course.preferences.get(HELD_OUT_PAIRS),
         "evaluations": findings.evaluations,
         "wall_seconds": round(wall_seconds, 1),
         "start_seconds": {**record.get("start", {}), **course.first_step},

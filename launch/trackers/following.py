@@ -15,6 +15,7 @@ from typing import Any
 
 from ...common import disk
 from ...common.errors import DataError
+from ...common.parts import HELD_OUT_PAIRS
 from ...common.plain import damaged, fits, read_object, sealed, unsealed
 from ...common.ratio_check import alarm_of
 from ...common.run_folder import write_atomic
@@ -67,8 +68,7 @@ class Sent:
         step, evaluation = record.get("step"), record.get("eval/id")
         if not isinstance(step, int):
             return False
-        if "heldout/preference_pairs" in record:
-            # It comes after the record of its step.
+        if HELD_OUT_PAIRS in record:
             evaluation = f"pairs@{step}"
         if evaluation is not None:
             if evaluation in self.evaluations:

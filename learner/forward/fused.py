@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 WHICH = {
@@ -59,8 +60,7 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
         for name, value in names.items():
             setattr(source, name, value)
         for module, before in modules:
-            vars(module).clear()
-            vars(module).update(before)
+            _restore(module, before)
 
     try:
         try:
@@ -71,8 +71,7 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
         for module, before in modules:
             forward = vars(module).get("forward")
             if getattr(forward, "__qualname__", None) == "LigerExperts.forward":
-                vars(module).clear()
-                vars(module).update(before)
+                _restore(module, before)
         if not any(vars(module) != before for module, before in modules):
             raise ValueError("none of its layers has one")
         for name, plain in names.items():
@@ -85,6 +84,11 @@ def fuse(model: PreTrainedModel) -> Callable[[], None]:
         put_back()
         raise
     return put_back
+
+
+def _restore(module: torch.nn.Module, before: dict[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(before)
 
 
 def _by_device(liger: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

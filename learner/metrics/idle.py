@@ -1,7 +1,8 @@
 """Detects steps that taught nothing: none of their tokens could move the gradient.
 
-The steps of a critic's warm-up are left out: the policy is not to move in them. One idle step is not a fault (the groups may all have equal rewards). Many in a row mean that the run
-leaves the model unchanged, and does so without an error.
+The steps of a critic's warm-up are left out: the policy is not to move in them. One idle step is not a fault
+(the groups may all have equal rewards). Many in a row mean that the run leaves the model unchanged, and does so
+without an error.
 """
 
 from __future__ import annotations
