@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -139,8 +140,11 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, tandem_command: str) 
     shared = os.environ.get("TANDEM_TEST_RUNS")
     place = Path(shared) if shared else tmp_path_factory.mktemp("runs")
     folder, complete = place / "miniature", place / "miniature.complete"
-    if not complete.exists():
-        place.mkdir(parents=True, exist_ok=True)
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "miniature.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of pytest may be making it
+        if complete.exists():
+            return folder
         with (place / "miniature.log").open("w+") as log:
             done = subprocess.run(
                 [tandem_command, "start", "miniature", f"run.dir={folder}"],

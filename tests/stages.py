@@ -109,9 +109,17 @@ WHOLE_PROCESSES = (
 PROBES = "tests/cluster/test_probes.py"
 """Whole runs by the words of manifests."""
 
+
+def longest_first(folder: str, *longest: str) -> tuple[str, ...]:
+    """The test files of a folder, those named first; else one of two processes ends long after the other."""
+    first = [f"{folder}/test_{name}.py" for name in longest]
+    rest = sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("test_*.py"))
+    return (*first, *(path for path in rest if path not in first))
+
+
 STAGES = (
     # First: the README's main job is the finished run that later stages read.
-    Stage(name="docs", args=("tests/repo/test_readme.py",)),
+    Stage(name="docs", args=("tests/repo/test_readme.py", "--numprocesses=2")),
     Stage(
         name="unit",
         args=(
@@ -134,7 +142,7 @@ STAGES = (
     ),
     Stage(
         name="redis",
-        args=("tests/shared_redis", "-m", "not byhand"),
+        args=("tests/shared_redis", "--numprocesses=2", "--dist=loadfile", "-m", "not byhand"),
         long=True,
         byhand="bash tests/run.sh tests/shared_redis -m byhand (two minutes)",
     ),
@@ -164,10 +172,15 @@ STAGES = (
         name="e2e",
         # Two whole runs at a time: each waits for its own processes for half of its time.
         args=(
-            "tests/e2e",
+            *longest_first(
+                "tests/e2e",
+                *("main_job", "hooks", "archive", "pairs", "going_on", "sweep", "experience"),
+                *("stages", "dynamic_sampling", "redis_password", "trackers", "judge"),
+            ),
             "--ignore=tests/e2e/test_twins.py",
             "--numprocesses=2",
             "--dist=loadfile",
+            "--no-loadscope-reorder",
             "-m",
             "not vllm and not byhand",
         ),
@@ -184,22 +197,36 @@ STAGES = (
     ),
     Stage(
         name="faults",
-        args=("tests/faults", "--numprocesses=2", "--dist=loadfile", "-m", "not byhand"),
+        args=(
+            *longest_first("tests/faults", "storm", "determinism", "full_disk", "audit"),
+            "--numprocesses=2",
+            "--dist=loadfile",
+            "--no-loadscope-reorder",
+            "-m",
+            "not byhand",
+        ),
         needs="tests/faults",
         long=True,
         byhand="bash tests/run.sh tests/faults -m byhand (three minutes)",
     ),
     Stage(
         name="hosts",
-        # Two at a time: each waits for deadlines for half of its time.
-        args=("tests/hosts", PROBES, "--numprocesses=2", "-m", "not byhand"),
+        # Two at a time: each waits for deadlines for half of its time. By "load" one process would get both long tests.
+        args=("tests/hosts", PROBES, "--numprocesses=2", "--dist=loadgroup", "-m", "not byhand"),
         needs="tests/hosts",
         long=True,
         byhand="bash tests/run.sh tests/hosts tests/cluster -m byhand (twenty minutes)",
     ),
     Stage(
         name="vllm",
-        args=("tests/rollout", "tests/e2e", "-m", "vllm and not byhand"),
+        args=(
+            "tests/rollout",
+            "tests/e2e",
+            "--numprocesses=2",
+            "--dist=loadfile",
+            "-m",
+            "vllm and not byhand",
+        ),
         package="vllm",
         get="bash launch/setup.sh --dev --vllm",
         long=True,
@@ -352,7 +379,11 @@ def run_stage(
     code, report = run_pytest(stage.args, scratch / f"{stage.name}.xml", env, deadline)
     if 0 < len(report.failed) <= MOST_FLAKY and code == 1:
         print("\nthose that failed, again, and alone:", flush=True)
-        alone = [arg for arg in stage.args if not arg.startswith(("--numprocesses", "--dist"))]
+        alone = [
+            arg
+            for arg in stage.args
+            if not arg.startswith(("--numprocesses", "--dist", "--no-loadscope"))
+        ]
         again_file = scratch / f"{stage.name}-again.xml"
         _, again = run_pytest((*alone, "--last-failed"), again_file, env, deadline)
         flaky = report.failed & again.passed

@@ -100,13 +100,17 @@ class Runs:
     new: list[str] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
     """Cores that other programs used, by run."""
+    short: list[str] = field(default_factory=list)
+    """What each run that printed figures and then failed said last: an aim that was missed, most often."""
 
 
-def run(name: str, words: tuple[str, ...], version: Path) -> tuple[str, float]:
-    """What a benchmark prints with one version's packages, and the cores that others used meanwhile.
+def run(name: str, words: tuple[str, ...], version: Path) -> tuple[str, float, str]:
+    """What a benchmark prints with one version's packages, the cores of others meanwhile, and how it failed, if so.
+
+    One that missed an aim of its own has printed its figures, and fails then.
 
     Raises:
-        RuntimeError: it failed; what it said last is the message.
+        RuntimeError: it failed without figures; what it said last is the message.
     """
     env = {**os.environ, "PYTHONPATH": str(version / ".import"), "OMP_NUM_THREADS": "1"}
     script = version / SCRIPTS / f"{name}.py"
@@ -127,10 +131,13 @@ def run(name: str, words: tuple[str, ...], version: Path) -> tuple[str, float]:
         raise RuntimeError(f"{version}: still running after {LONGEST_S:.0f} s") from None
     took = time.monotonic() - since
     others = max(0.0, busy_s() - busy - (sum(os.times()[:4]) - mine)) / took
+    said = ""
     if done.returncode:
         said = (done.stderr.strip() or f"ended with {done.returncode}").splitlines()[-1]
-        raise RuntimeError(f"{version}: {said}")
-    return done.stdout, others
+        said = f"{version}: {said}"
+        if not figures(done.stdout):
+            raise RuntimeError(said)
+    return done.stdout, others, said
 
 
 def busy_s() -> float:
@@ -193,9 +200,10 @@ def main() -> int:
         try:
             for turn in range(options.turns):
                 for texts, version in sides if turn % 2 == 0 else sides[::-1]:
-                    text, others = run(name, BENCHMARKS[name], version)
+                    text, others, said = run(name, BENCHMARKS[name], version)
                     texts.append(text)
                     runs.others.append(others)
+                    runs.short += [said] if said else []
         except RuntimeError as error:
             failed.append(f"{name}, {error}")
             continue
@@ -203,6 +211,7 @@ def main() -> int:
         print("\n".join(compared(runs, options.beyond)))
         changed = " The script has changed in between." if script_differs(name, older) else ""
         print(f"\nCores of others: {median(runs.others):.2f}.{changed}", flush=True)
+        print("".join(f"It failed: {said}\n" for said in runs.short), end="", flush=True)
         everything[name] = {"old": runs.old, "new": runs.new, "others": runs.others}
         (options.dir / "versions.json").write_text(json.dumps(everything), encoding="utf-8")
     for line in failed:
