@@ -129,12 +129,13 @@ class Chat:
         if tools and may_call:
             # A stop string that ends an answer may also end a call.
             has_end = turn.ended and self.renderer.special(int(sample.tokens[-1])) is not None
-            tokens = sample.tokens[:-1] if has_end else sample.tokens
+            tokens = sample.tokens.tolist()
             most = 1 if want.single_call else self._most_calls
-            text = self.renderer.decode(tokens.tolist())
+            text = self.renderer.decode(tokens[:-1] if has_end else tokens)
             if self._family is not None:
+                # All tokens: the one that ends a turn of gpt-oss also closes its call.
                 said = self._family.parse(
-                    *(tokens.tolist(), text),
+                    *(tokens, text),
                     prompt=ticket.context.tolist(),
                     tools=tools,
                     most=most,

@@ -13,9 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chat_templates import tokenizer
-from endpoint_calls import CONTEXT, RUN_KEY, run, sampling, tool
+from endpoint_calls import CONTEXT, RUN_KEY, planted, run, sampling, tool
 
-from tandem.common.records import FinishReason, Sample, Source, Version, VersionSpan
+from tandem.common.records import FinishReason, Source, Version
 from tandem.rollout.endpoint.requests import wanted
 
 QUESTION = [{"role": "user", "content": "137*258=?"}]
@@ -283,22 +283,8 @@ async def answered(
 ) -> dict[str, Any]:
     """The message that a client gets for a text that the policy is taken to have written."""
     chat = served.endpoint._chat
-    tokens = np.array([*served.tokenizer.encode(text), *ending], dtype=np.int32)
     ticket = await chat.place(session, QUESTION, [tool()])
-    sample = Sample(
-        tokens=tokens,
-        source=np.zeros(len(tokens), np.uint8),
-        logprobs=np.full(len(tokens), -0.1, np.float32),
-        spans=(VersionSpan(term=1, step=0, start=0, end=len(tokens)),),
-        finish_reason=FinishReason.STOP,
-        text=text,
-        sampling=sampling(),
-        reward=None,
-        components={},
-        verdict=None,
-        extracted=None,
-        grader=None,
-    )
+    sample = planted([*served.tokenizer.encode(text), *ending], text)
     message: dict[str, Any] = chat.answer(
         session, ticket, sample, QUESTION, [tool()], wanted(asked)
     ).message
