@@ -77,7 +77,8 @@ class Chat:
                 self._shorten(session, branch, plain[:count])
             if branch.messages[:count] != plain[:count]:
                 continue
-            added = self.renderer.suffix(tail, branch.tokens[turn.end - 1], turn.ended)
+            calls = messages[count - 1].get("tool_calls") or ()
+            added = self.renderer.suffix(tail, branch.tokens[turn.end - 1], turn.ended, calls)
             if added is None:
                 continue
             if turn is branch.turns[-1] and not branch.busy:

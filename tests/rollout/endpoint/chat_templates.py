@@ -113,6 +113,48 @@ GPT_OSS = """\
 """
 """The form of gpt-oss': a result is from the function that the call before it names."""
 
+GEMMA4 = """\
+{%- macro written(value) %}
+    {{- '<|"|>' + value + '<|"|>' if value is string else value | tojson }}
+{%- endmacro %}
+{{- bos_token }}
+{%- set last = namespace(kind='') %}
+{%- for message in messages %}
+    {%- if message.role != 'tool' %}
+        {%- set last.kind = 'turn' %}
+        {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set last.kind = 'call' %}
+            {{- '<|tool_call>call:' + call.function.name + '{' }}
+            {%- for key, value in call.function.arguments | dictsort %}
+                {{- '' if loop.first else ',' }}{{- key + ':' + written(value) }}
+            {%- endfor %}
+            {{- '}<tool_call|>' }}
+        {%- endfor %}
+        {%- if last.kind == 'call' %}
+            {%- set results = namespace(over=false, name='unknown') %}
+            {%- for result in messages[loop.index:] %}
+                {%- set results.over = results.over or result.role != 'tool' %}
+                {%- if not results.over %}
+                    {%- set last.kind = 'result' %}
+                    {%- set results.name = 'unknown' %}
+                    {%- for call in message.tool_calls if call.id == result.tool_call_id %}
+                        {%- set results.name = call.function.name %}
+                    {%- endfor %}
+                    {{- '<|tool_response>response:' + results.name + '{value:' }}
+                    {{- written(result.content) + '}<tool_response|>' }}
+                {%- endif %}
+            {%- endfor %}
+        {%- endif %}
+        {{- message.content | trim }}
+        {%- if last.kind == 'call' %}{{- '<|tool_response>' }}
+        {%- elif last.kind == 'turn' or message.content | trim %}{{- '<turn|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and last.kind == 'turn' %}{{- '<|turn>model\\n' }}{%- endif %}
+"""
+"""The form of Gemma 4's: a result is from the function whose call has its id, and goes on in the turn that called."""
+
 _TEXT = (
     "user assistant system tool the name is and arguments of a call with words that merge: "
     '{"name": "multiply", "arguments": {"a": 1, "b": 22}}\n\n the end of it, e.g. 137*258=?\n'
@@ -158,6 +200,15 @@ _FAMILIES = {
             *("<|end|>", "<|message|>", "<|call|>"),
         ),
         eos="<|return|>",
+    ),
+    "gemma4": _Family(
+        template=GEMMA4,
+        special=(
+            *("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>"),
+            *("<|tool_response>", "<tool_response|>", '<|"|>'),
+        ),
+        eos="<turn|>",
+        bos="<bos>",
     ),
 }
 
