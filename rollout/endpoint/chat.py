@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -156,7 +158,7 @@ class Chat:
         if said.calls:
             message["tool_calls"] = [
                 {
-                    "id": f"call_{ticket.order}_{number}",
+                    "id": call.id or _call_id(session, ticket, number),
                     "type": "function",
                     "function": {
                         "name": call.name,
@@ -198,6 +200,14 @@ def _answers(session: Session) -> list[dict[str, Any]]:
         if turn.messages
     ]
     return [one for one in found if one["content"].strip() or "tool_calls" in one]
+
+
+def _call_id(session: Session, ticket: Ticket, number: int) -> str:
+    """Nine letters and digits, as the templates of Mistral's models want them: the same when an episode is played
+    again, since templates write them into prompts, and others in every other turn and session."""
+    spec = session.spec
+    name = f"{spec.seed}/{spec.name}/{ticket.order}/{number}"
+    return base64.b32encode(hashlib.blake2b(name.encode()).digest())[:9].decode()
 
 
 def _canonical(tools: Sequence[Mapping[str, Any]] | None) -> str | None:

@@ -62,7 +62,9 @@ class FamilyParser:
             return Parsed(content=text, calls=(), malformed=malformed)
         return Parsed(
             content=found.content or "",
-            calls=tuple(Call(name=call.name, arguments=call.arguments) for call in calls),
+            calls=tuple(
+                Call(name=call.name, arguments=call.arguments, id=call.id) for call in calls
+            ),
             malformed=0,
             reasoning=found.reasoning_content or "",
         )

@@ -36,6 +36,8 @@ class Call:
 
     name: str
     arguments: Mapping[str, Any]
+    id: str | None = None
+    """What the policy has called it by, in families whose calls have ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,6 +155,30 @@ GEMMA4 = """\
 """
 """The form of Gemma 4's: a result is from the function whose call has its id, and goes on in the turn that called."""
 
+MISTRAL = """\
+{%- macro checked(id) %}
+    {%- if id | length != 9 %}{{- raise_exception('an id of a call has nine letters and digits') }}{%- endif %}
+    {{- id }}
+{%- endmacro %}
+{{- bos_token }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {{- '[TOOL_CALLS][' }}
+        {%- for call in message.tool_calls %}
+            {{- '' if loop.first else ', ' }}{{- '{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + ', "id": "' + checked(call.id) + '"}' }}
+        {%- endfor %}
+        {{- ']</s>' }}
+    {%- elif message.role == 'assistant' %}{{- message.content | trim + '</s>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS]{"content": ' + message.content | tojson + ', "call_id": "' }}
+        {{- checked(message.tool_call_id) + '"}[/TOOL_RESULTS]' }}
+    {%- else %}{{- '[INST]' + message.content + '[/INST]' }}{%- endif %}
+{%- endfor %}
+"""
+"""The form of Mistral's, which refuses other ids of calls than its own."""
+
 _TEXT = (
     "user assistant system tool the name is and arguments of a call with words that merge: "
     '{"name": "multiply", "arguments": {"a": 1, "b": 22}}\n\n the end of it, e.g. 137*258=?\n'
@@ -209,6 +233,15 @@ _FAMILIES = {
         ),
         eos="<turn|>",
         bos="<bos>",
+    ),
+    "mistral": _Family(
+        template=MISTRAL,
+        special=(
+            *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"),
+            *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        ),
+        eos="</s>",
+        bos="<s>",
     ),
 }
 

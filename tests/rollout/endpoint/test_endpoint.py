@@ -246,6 +246,53 @@ def test_a_call_that_ends_with_a_stop_string_is_read(serving: Any) -> None:
     run(scenario())
 
 
+def test_a_template_that_refuses_other_ids_of_calls_than_its_own_gets_such(serving: Any) -> None:
+    import aiohttp
+
+    called = '[TOOL_CALLS][{"name": "multiply", "arguments": {"a": 1, "b": 2}}]'
+
+    async def scenario() -> None:
+        own = tokenizer("mistral")
+        async with serving(own) as served, aiohttp.ClientSession() as http:
+            session = served.open()
+            said = await answered(served, session, called, [own.eos_token_id])
+            (call,) = said["tool_calls"]
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+            body = {"messages": [*QUESTION, said, result], "tools": [tool()], "max_tokens": 4}
+            async with http.post(f"{session.base_url}/chat/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+            (branch,) = session.branches
+            text = own.decode(branch.tokens[branch.turns[0].end : branch.turns[1].start])
+            assert (
+                text
+                == f'[TOOL_RESULTS]{{"content": "2", "call_id": "{call["id"]}"}}[/TOOL_RESULTS]'
+            )
+
+    run(scenario())
+
+
+def test_a_call_has_one_id_wherever_its_episode_is_played_and_no_other_call_has_it(
+    serving: Any,
+) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+
+            async def ids(session: Any) -> list[str]:
+                answer = await answered(served, session, f"{CALL}\n{CALL}", [])
+                return [call["id"] for call in answer["tool_calls"]]
+
+            session = served.open("g#0")
+            first, second = await ids(session), await ids(session)
+            again, other = served.open("g#0", attempt=1), served.open("g#1")
+            assert [await ids(again), await ids(again)] == [first, second]
+            # Each request without a session has one that nobody sees.
+            plain = [await ids(served.endpoint._plain.session()) for _ in range(2)]
+            found = [*first, *second, *await ids(other), *plain[0], *plain[1]]
+            assert len(set(found)) == 10
+
+    run(scenario())
+
+
 def test_one_call_alone_is_read_where_a_client_wants_no_parallel_ones(serving: Any) -> None:
     async def scenario() -> None:
         async with serving() as served:

@@ -65,6 +65,35 @@ def test_a_tool_that_isnt_there_is_a_call_like_any_other(qwen: Any) -> None:
     assert found.name == "divide"
 
 
+@pytest.fixture(scope="module")
+def kimi() -> Any:
+    """A tokenizer that has what Kimi K2's has."""
+    made = copy.deepcopy(tokenizer("chatml"))
+    roles = ("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
+    section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    parts = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    made.add_special_tokens({"additional_special_tokens": [*roles, *section, *parts]})
+    return made
+
+
+def kimi_call(arguments: str) -> str:
+    said = f"<|tool_call_begin|>functions.multiply:0<|tool_call_argument_begin|>{arguments}"
+    return f"<|tool_calls_section_begin|>{said}<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
+
+
+def test_a_call_of_a_family_whose_calls_have_ids_keeps_its_own(kimi: Any) -> None:
+    chat = Chat(kimi, "renderers:kimi-k2", 2048)
+    session = Session("key", "url", spec(), CONTEXT)
+    asked = [{"role": "user", "content": "137*258=?"}]
+    ticket = asyncio.run(chat.place(session, asked, [tool()]))
+    said = kimi_call('{"a": 137, "b": 258}')
+    sample = planted(kimi.encode(said, add_special_tokens=False), said)
+    (made,) = chat.answer(session, ticket, sample, asked, [tool()], wanted({})).message[
+        "tool_calls"
+    ]
+    assert (made["id"], made["function"]["name"]) == ("functions.multiply:0", "multiply")
+
+
 def test_by_itself_only_a_published_models_own_name_chooses_it(qwen: Any) -> None:
     assert family_of(qwen, "auto") is None
     named = copy.deepcopy(qwen)
