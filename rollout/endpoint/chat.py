@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from ...common.records import FinishReason, Sample
 from .families import family_of
 from .rendering import MOST_CHARACTERS, Message, Renderer, plain_message
 from .requests import Wanted
-from .sessions import Answered, Branch, NoRoomError, Session, Ticket
+from .sessions import Answered, Branch, Session, Ticket
 from .tools import MOST_CALLS, Parsed, format_of, parse
 
 LONG_CHARACTERS = 32_768
@@ -77,14 +79,15 @@ class Chat:
                 self._shorten(session, branch, plain[:count])
             if branch.messages[:count] != plain[:count]:
                 continue
-            added = self.renderer.suffix(tail, branch.tokens[turn.end - 1], turn.ended)
+            calls = messages[count - 1].get("tool_calls") or ()
+            added = self.renderer.suffix(tail, branch.tokens[turn.end - 1], turn.ended, calls)
             if added is None:
                 continue
             if turn is branch.turns[-1] and not branch.busy:
                 return session.extend(branch, added)
             return session.fork(branch, turn, added)
         if len(messages) > session.room:
-            raise NoRoomError(
+            raise session.no_room(
                 f"the conversation has {len(messages):,} messages, and there is room for "
                 f"{session.room:,} tokens"
             )
@@ -129,12 +132,13 @@ class Chat:
         if tools and may_call:
             # A stop string that ends an answer may also end a call.
             has_end = turn.ended and self.renderer.special(int(sample.tokens[-1])) is not None
-            tokens = sample.tokens[:-1] if has_end else sample.tokens
+            tokens = sample.tokens.tolist()
             most = 1 if want.single_call else self._most_calls
-            text = self.renderer.decode(tokens.tolist())
+            text = self.renderer.decode(tokens[:-1] if has_end else tokens)
             if self._family is not None:
+                # All tokens: the one that ends a turn of gpt-oss also closes its call.
                 said = self._family.parse(
-                    *(tokens.tolist(), text),
+                    *(tokens, text),
                     prompt=ticket.context.tolist(),
                     tools=tools,
                     most=most,
@@ -154,7 +158,7 @@ class Chat:
         if said.calls:
             message["tool_calls"] = [
                 {
-                    "id": f"call_{ticket.order}_{number}",
+                    "id": call.id or _call_id(session, ticket, number),
                     "type": "function",
                     "function": {
                         "name": call.name,
@@ -196,6 +200,14 @@ def _answers(session: Session) -> list[dict[str, Any]]:
         if turn.messages
     ]
     return [one for one in found if one["content"].strip() or "tool_calls" in one]
+
+
+def _call_id(session: Session, ticket: Ticket, number: int) -> str:
+    """Nine letters and digits, as the templates of Mistral's models want them: the same when an episode is played
+    again, since templates write them into prompts, and others in every other turn and session."""
+    spec = session.spec
+    name = f"{spec.seed}/{spec.name}/{ticket.order}/{number}"
+    return base64.b32encode(hashlib.blake2b(name.encode()).digest())[:9].decode()
 
 
 def _canonical(tools: Sequence[Mapping[str, Any]] | None) -> str | None:

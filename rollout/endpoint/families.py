@@ -14,7 +14,7 @@ from typing import Any
 
 from ...common.config.environments import RENDERERS
 from ...common.errors import ConfigError
-from .tools import Call, Parsed
+from .tools import Call, Parsed, can_be_sent
 
 OK, NO_SUCH_TOOL = "ok", "unknown_tool"
 """Statuses of calls that can be parsed. Whether there is such a tool is for the environment to say."""
@@ -25,10 +25,13 @@ class FamilyParser:
 
     Args:
         renderer: renderers' own.
+        opener: the token that begins a message, where a turn is read with what its prompt holds of this message:
+            the chat template of gpt-oss leaves the end of its header to the policy, and renderers reads no half one.
     """
 
-    def __init__(self, renderer: Any) -> None:
+    def __init__(self, renderer: Any, opener: int | None = None) -> None:
         self._renderer = renderer
+        self._opener = opener
 
     def parse(
         self,
@@ -48,10 +51,9 @@ class FamilyParser:
             tools: the tools that are offered, whose schemas say what arguments are texts.
             most: calls that are read.
         """
+        turn = [*self._begun(prompt), *tokens]
         try:
-            found = self._renderer.parse_response(
-                list(tokens), tools=list(tools), prompt_ids=list(prompt)
-            )
+            found = self._renderer.parse_response(turn, tools=list(tools), prompt_ids=list(prompt))
             calls = found.tool_calls[:most]
             malformed = sum(not _is_read(call) for call in calls)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
@@ -60,10 +62,18 @@ class FamilyParser:
             return Parsed(content=text, calls=(), malformed=malformed)
         return Parsed(
             content=found.content or "",
-            calls=tuple(Call(name=call.name, arguments=call.arguments) for call in calls),
+            calls=tuple(
+                Call(name=call.name, arguments=call.arguments, id=call.id) for call in calls
+            ),
             malformed=0,
             reasoning=found.reasoning_content or "",
         )
+
+    def _begun(self, prompt: Sequence[int]) -> Sequence[int]:
+        """What the prompt holds of the message that the turn goes on with."""
+        if self._opener is None or self._opener not in prompt:
+            return []
+        return prompt[len(prompt) - 1 - prompt[::-1].index(self._opener) :]
 
 
 def _is_read(call: Any) -> bool:
@@ -71,6 +81,7 @@ def _is_read(call: Any) -> bool:
         str(call.status) in (OK, NO_SUCH_TOOL)
         and isinstance(call.name, str)
         and isinstance(call.arguments, dict)
+        and can_be_sent([call.name, call.arguments])
     )
 
 
@@ -96,7 +107,8 @@ def family_of(tokenizer: Any, tools: str) -> FamilyParser | None:
     from renderers import create_renderer
 
     try:
-        return FamilyParser(create_renderer(tokenizer, config))
+        opener = tokenizer.convert_tokens_to_ids("<|start|>") if name == "gpt-oss" else None
+        return FamilyParser(create_renderer(tokenizer, config), opener)
     except Exception as error:  # noqa: BLE001 - it asserts what a tokenizer has
         line = " ".join(str(error).split())[:200]
         raise ConfigError(

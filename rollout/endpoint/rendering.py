@@ -109,9 +109,10 @@ class Renderer:
         self._special = re.compile(
             "|".join(map(re.escape, [*(tag for tag in tags if tag in special), OPEN, CLOSE]))
         )
-        self._ends = re.compile(
-            "|".join(re.escape(tag) for tag in tags if tag in special) or "(?!)"
-        )
+        ends = "|".join(re.escape(tag) for tag in tags if tag in special) or NOTHING.pattern
+        self._ends = re.compile(ends)
+        # Special tokens one after another; the first one is a group.
+        self._closing = re.compile(f"({ends})(?:{ends})*")
         self._hidden = re.compile(f"({OPEN}.{CLOSE})", re.DOTALL)
 
     @cached_property
@@ -210,7 +211,9 @@ class Renderer:
             answered = answered or role in ("assistant", "tool")
         return found
 
-    def suffix(self, tail: Sequence[Message], last: int, ended: bool) -> list[int] | None:
+    def suffix(
+        self, tail: Sequence[Message], last: int, ended: bool, calls: Sequence[Any] = ()
+    ) -> list[int] | None:
         """Tokens that a conversation gains by messages of others behind an answer.
 
         Args:
@@ -218,25 +221,37 @@ class Renderer:
             last: the answer's last token.
             ended: whether the policy has ended the answer. If it did so by a special token, this one stands for
                 the template's own end of a turn; otherwise the latter is added.
+            calls: the answer's tool calls in OpenAI's form, whose names some templates write beside the results.
 
         Returns:
             None if the template doesn't render them apart from what is before.
         """
         if not tail or any(message.get("role") not in TAIL for message in tail):
             return None
-        try:
-            text = self._text(
-                [*_before(tail[0]), *self._bounded(tail, answered=True)], None, True, bounded=True
-            )
-        except DataError:
-            return None
-        # The first one: what a client wrote comes after it.
-        answer = text.find(MARK)
-        end = self._ends.search(text, answer) if answer >= 0 else None
-        if end is None:
-            return None
-        has_end = ended and self.special(last) is not None
-        return self._encoded(text[end.end() if has_end else end.start() :])
+        for before in _before(tail[0], calls):
+            try:
+                text = self._text(
+                    [*before, *self._bounded(tail, answered=True)], None, True, bounded=True
+                )
+            except DataError:
+                continue
+            # The first one: what a client wrote comes after it.
+            answer = text.find(MARK)
+            closing = self._closing.search(text, answer) if answer >= 0 else None
+            if closing is not None:
+                return self._encoded(text[closing.start() + self._written(closing, last, ended) :])
+        return None
+
+    def _written(self, closing: re.Match[str], last: int, ended: bool) -> int:
+        """How many characters of the special tokens that close an answer the policy has written itself."""
+        said = self.special(last)
+        if said is None:
+            return 0
+        # A call and the turn may have an end each, and the policy may have written both.
+        place = closing[0].find(said)
+        if place == 0 or (ended and place > 0):
+            return place + len(said)
+        return len(closing[1]) if ended else 0
 
     def _bounded(
         self, messages: Sequence[Message], *, answered: bool = False, whole: bool = False
@@ -334,18 +349,38 @@ def _with_values(call: Any) -> dict[str, Any]:
     return {**call, "function": made} if "function" in call else made
 
 
-def _before(first: Message) -> list[Message]:
-    """A question and an answer behind which messages can be rendered that begin with this one."""
+def _before(first: Message, calls: Sequence[Any]) -> list[list[Message]]:
+    """Questions with an answer behind which messages can be rendered that begin with this one, the best first."""
     question = {"role": "user", "content": "x"}
     if first.get("role") != "tool":
-        return [question, {"role": "assistant", "content": MARK}]
-    # The mark is the call's name: some templates leave out the text of an answer that calls.
-    call = {
-        "id": str(first.get("tool_call_id") or "call00000"),
-        "type": "function",
-        "function": {"name": MARK, "arguments": {}},
-    }
-    return [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return [[question, {"role": "assistant", "content": MARK}]]
+    asked = first.get("tool_call_id")
+    made = [(call.get("id"), _function_of(call).get("name")) for call in calls]
+    made = made or [(asked, first.get("name"))]
+    found = [made]
+    if len(made) > 1:
+        # Some templates refuse several calls, or write the first one alone.
+        found.append([next((one for one in made if one[0] == asked), made[0])])
+    return [
+        [question, {"role": "assistant", "content": "", "tool_calls": _marked(some)}]
+        for some in found
+    ]
+
+
+def _marked(calls: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
+    """Calls of these ids and names. The mark is an argument of the last one: some templates leave out the text of an
+    answer that calls."""
+    return [
+        {
+            "id": str(call_id or "call00000"),
+            "type": "function",
+            "function": {
+                "name": str(name or "tool"),
+                "arguments": {MARK: 0} if number == len(calls) else {},
+            },
+        }
+        for number, (call_id, name) in enumerate(calls, 1)
+    ]
 
 
 def _utf8(text: str) -> str:

@@ -54,6 +54,9 @@ LOOK_SECONDS = 0.5
 """Time between two looks into the registry."""
 RELINK_SECONDS = 10.0
 """A registered server that hasn't been connected for this long gets a new socket."""
+LEAVE_SECONDS = 3.0
+"""A server that has handed an episode back gets no other for this long: until its beat and a look into the registry have
+shown whether it is leaving."""
 GRACE_SECONDS = 90.0
 """Time that a server has beyond an episode's deadline, for a process to be started before and ended after it."""
 QUEUE_DEADLINES = 10.0
@@ -149,6 +152,8 @@ class _Link:
         self.address = address
         self.connected = False
         self.since = time.monotonic()
+        self.back = 0.0
+        """When it may get episodes again, after it has handed one back."""
         self.pending: dict[str, _Pending] = {}
         self._changed = changed
         made: Any = connect_dealer(
@@ -167,6 +172,15 @@ class _Link:
         )
         self._socket.connect(address.endpoint)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._listen())]
+
+    def plays(self, environment: str) -> bool:
+        """Whether it takes episodes of that environment now."""
+        return (
+            self.connected
+            and self.address.slots > 0
+            and environment in self.address.environments
+            and time.monotonic() >= self.back
+        )
 
     @property
     def free(self) -> int:
@@ -204,6 +218,7 @@ class _Link:
                 pending.reading.add(data)
                 pending.begun.set()
             elif is_lost(data):
+                self.back = time.monotonic() + LEAVE_SECONDS
                 pending.answer.set_exception(_Lost(f"{self.address.member} is leaving"))
             else:
                 pending.answer.set_result(pending.reading.finish(data))
@@ -296,11 +311,7 @@ class EnvironmentClient:
 
     def slots(self, environment: str) -> int:
         """Free places of the live servers that have it."""
-        return sum(
-            max(0, link.free)
-            for link in self._links.values()
-            if link.connected and environment in link.address.environments
-        )
+        return sum(max(0, link.free) for link in self._links.values() if link.plays(environment))
 
     async def play(
         self,
@@ -402,12 +413,7 @@ class EnvironmentClient:
         """
         async with asyncio.timeout(self._deadline):
             while True:
-                links = [
-                    link
-                    for link in self._links.values()
-                    if link.connected and link.address.slots
-                    if environment in link.address.environments
-                ]
+                links = [link for link in self._links.values() if link.plays(environment)]
                 if links:
                     return max(links, key=lambda link: link.free)
                 self._change.clear()

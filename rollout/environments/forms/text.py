@@ -45,10 +45,12 @@ class TextEpisodes:
         """Plays one episode."""
         tell("reset")
         first = self._finish(self._environment.reset(play.row))
+        # What the row begins with is the task, not an observation.
         history = (
-            opening(play.row, "reset") if first is None else messages(first, "what reset returned")
+            opening(play.row, "reset")
+            if first is None
+            else bounded_messages(messages(first, "what reset returned"), play.observation_tokens)
         )
-        history = bounded_messages(history, play.observation_tokens)
         model = Asker(play.base_url, play.api_key, play.model, play.sampling, play.seconds)
         rewards: list[float | None] = []
         ended = "max_turns"

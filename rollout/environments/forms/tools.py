@@ -92,7 +92,9 @@ class ToolEpisodes:
         more = self._finish(self._environment.reset(**play.row))
         history = opening(play.row, "reset") if _has_prompt(play.row) else []
         if more is not None:
-            added = messages(_joined(more), "what reset returned")
+            # The row's prompt is the task, not an observation.
+            found = messages(_joined(more), "what reset returned")
+            added = bounded_messages(found, play.observation_tokens)
             last = history[-1] if history else None
             if last is not None and isinstance(last.get("content"), str) and len(added) == 1:
                 history[-1] = {**last, "content": last["content"] + str(added[0]["content"])}
@@ -102,7 +104,7 @@ class ToolEpisodes:
             raise TypeError(
                 f"the row has no prompt, and reset returned None: {sorted(play.row)!r:.200}"
             )
-        return bounded_messages(history, play.observation_tokens)
+        return history
 
     def _results(self, answer: Answer, tokens: int) -> list[dict[str, Any]]:
         """Messages with what the called tools returned, and with what is wrong with malformed calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -86,10 +87,163 @@ LLAMA = """\
 """
 """The form of Llama 3.1's and 3.2's."""
 
+GPT_OSS = """\
+{{- '<|start|>system<|message|># Valid channels: analysis, commentary, final.<|end|>' }}
+{%- if tools %}
+    {{- '<|start|>developer<|message|># Tools\\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set called = namespace(name=none) %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {%- set called.name = message.tool_calls[0].function.name %}
+        {{- '<|start|>assistant to=functions.' + called.name + '<|channel|>commentary json<|message|>' }}
+        {{- message.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + called.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""
+"""The form of gpt-oss': a result is from the function that the call before it names."""
+
+GEMMA4 = """\
+{%- macro written(value) %}
+    {{- '<|"|>' + value + '<|"|>' if value is string else value | tojson }}
+{%- endmacro %}
+{{- bos_token }}
+{%- set last = namespace(kind='') %}
+{%- for message in messages %}
+    {%- if message.role != 'tool' %}
+        {%- set last.kind = 'turn' %}
+        {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set last.kind = 'call' %}
+            {{- '<|tool_call>call:' + call.function.name + '{' }}
+            {%- for key, value in call.function.arguments | dictsort %}
+                {{- '' if loop.first else ',' }}{{- key + ':' + written(value) }}
+            {%- endfor %}
+            {{- '}<tool_call|>' }}
+        {%- endfor %}
+        {%- if last.kind == 'call' %}
+            {%- set results = namespace(over=false, name='unknown') %}
+            {%- for result in messages[loop.index:] %}
+                {%- set results.over = results.over or result.role != 'tool' %}
+                {%- if not results.over %}
+                    {%- set last.kind = 'result' %}
+                    {%- set results.name = 'unknown' %}
+                    {%- for call in message.tool_calls if call.id == result.tool_call_id %}
+                        {%- set results.name = call.function.name %}
+                    {%- endfor %}
+                    {{- '<|tool_response>response:' + results.name + '{value:' }}
+                    {{- written(result.content) + '}<tool_response|>' }}
+                {%- endif %}
+            {%- endfor %}
+        {%- endif %}
+        {{- message.content | trim }}
+        {%- if last.kind == 'call' %}{{- '<|tool_response>' }}
+        {%- elif last.kind == 'turn' or message.content | trim %}{{- '<turn|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and last.kind == 'turn' %}{{- '<|turn>model\\n' }}{%- endif %}
+"""
+"""The form of Gemma 4's: a result is from the function whose call has its id, and goes on in the turn that called."""
+
+MISTRAL = """\
+{%- macro checked(id) %}
+    {%- if id | length != 9 %}{{- raise_exception('an id of a call has nine letters and digits') }}{%- endif %}
+    {{- id }}
+{%- endmacro %}
+{{- bos_token }}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {{- '[TOOL_CALLS][' }}
+        {%- for call in message.tool_calls %}
+            {{- '' if loop.first else ', ' }}{{- '{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + ', "id": "' + checked(call.id) + '"}' }}
+        {%- endfor %}
+        {{- ']</s>' }}
+    {%- elif message.role == 'assistant' %}{{- message.content | trim + '</s>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS]{"content": ' + message.content | tojson + ', "call_id": "' }}
+        {{- checked(message.tool_call_id) + '"}[/TOOL_RESULTS]' }}
+    {%- else %}{{- '[INST]' + message.content + '[/INST]' }}{%- endif %}
+{%- endfor %}
+"""
+"""The form of Mistral's, which refuses other ids of calls than its own."""
+
 _TEXT = (
     "user assistant system tool the name is and arguments of a call with words that merge: "
     '{"name": "multiply", "arguments": {"a": 1, "b": 22}}\n\n the end of it, e.g. 137*258=?\n'
 ) * 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """A template with the tokens that it writes."""
+
+    template: str
+    special: tuple[str, ...]
+    """The first one also fills rows up."""
+    eos: str
+    bos: str | None = None
+    tags: tuple[str, ...] = ()
+    """Added tokens that aren't special."""
+
+
+_CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_FAMILIES = {
+    "chatml": _Family(template=CHATML, special=_CHATML, eos="<|im_end|>", tags=_TAGS),
+    "thinking": _Family(
+        template=THINKING,
+        special=_CHATML,
+        eos="<|im_end|>",
+        tags=(*_TAGS, "<think>", "</think>"),
+    ),
+    "llama": _Family(
+        template=LLAMA,
+        special=(
+            *("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+            *("<|eom_id|>", "<|python_tag|>"),
+        ),
+        eos="<|eot_id|>",
+        bos="<|begin_of_text|>",
+    ),
+    "gpt-oss": _Family(
+        template=GPT_OSS,
+        special=(
+            *("<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>"),
+            *("<|end|>", "<|message|>", "<|call|>"),
+        ),
+        eos="<|return|>",
+    ),
+    "gemma4": _Family(
+        template=GEMMA4,
+        special=(
+            *("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>"),
+            *("<|tool_response>", "<tool_response|>", '<|"|>'),
+        ),
+        eos="<turn|>",
+        bos="<bos>",
+    ),
+    "mistral": _Family(
+        template=MISTRAL,
+        special=(
+            *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"),
+            *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        ),
+        eos="</s>",
+        bos="<s>",
+    ),
+}
 
 
 @cache
@@ -111,22 +265,16 @@ def tokenizer(form: str) -> Any:
     backend.train_from_iterator(
         [_TEXT], BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False)
     )
-    if form == "llama":
-        names, eos, template = ["<|begin_of_text|>", "<|eot_id|>"], "<|eot_id|>", LLAMA
-        names += ["<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"]
-        tags: list[str] = []
-    else:
-        names, eos = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>"
-        template = {"chatml": CHATML, "thinking": THINKING}[form]
-        tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-        tags += ["<think>", "</think>"] if form == "thinking" else []
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    family = _FAMILIES[form]
+    backend.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in family.special]
+    )
+    backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in family.tags])
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token=eos,
-        pad_token=names[0],
-        bos_token=names[0] if form == "llama" else None,
+        eos_token=family.eos,
+        pad_token=family.special[0],
+        bos_token=family.bos,
     )
-    made.chat_template = template
+    made.chat_template = family.template
     return made

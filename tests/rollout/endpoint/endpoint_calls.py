@@ -6,7 +6,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.common.records import SamplingParams
+import numpy as np
+
+from tandem.common.records import FinishReason, Sample, SamplingParams, VersionSpan
 from tandem.rollout.endpoint.server import Endpoint
 from tandem.rollout.endpoint.sessions import Session, SessionSpec
 
@@ -28,6 +30,24 @@ def spec(name: str = "g#0", **changes: Any) -> SessionSpec:
         "max_turns": 1000,
     }
     return SessionSpec(**{**given, **changes})
+
+
+def planted(tokens: list[int], text: str) -> Sample:
+    """A turn that the policy is taken to have written and ended."""
+    return Sample(
+        tokens=np.array(tokens, dtype=np.int32),
+        source=np.zeros(len(tokens), np.uint8),
+        logprobs=np.full(len(tokens), -0.1, np.float32),
+        spans=(VersionSpan(term=1, step=0, start=0, end=len(tokens)),),
+        finish_reason=FinishReason.STOP,
+        text=text,
+        sampling=sampling(),
+        reward=None,
+        components={},
+        verdict=None,
+        extracted=None,
+        grader=None,
+    )
 
 
 def tool(name: str = "multiply") -> dict[str, Any]:

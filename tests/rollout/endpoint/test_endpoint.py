@@ -13,9 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chat_templates import tokenizer
-from endpoint_calls import CONTEXT, RUN_KEY, run, sampling, tool
+from endpoint_calls import CONTEXT, RUN_KEY, planted, run, sampling, tool
 
-from tandem.common.records import FinishReason, Sample, Source, Version, VersionSpan
+from tandem.common.records import FinishReason, Source, Version
 from tandem.rollout.endpoint.requests import wanted
 
 QUESTION = [{"role": "user", "content": "137*258=?"}]
@@ -183,7 +183,9 @@ def test_token_ids_go_in_and_out_and_both_spellings_are_there(serving: Any) -> N
             ids = served.tokenizer.encode("12*3=?")
             seen: list[int] = [*ids]
             for _ in range(3):
-                body = {"token_ids": seen, "sampling_params": {"max_tokens": 6, "logprobs": 1}}
+                # As the package renderers asks.
+                params = {"max_tokens": 6, "logprobs": 1, "skip_special_tokens": False}
+                body = {"token_ids": seen, "sampling_params": params}
                 async with http.post(f"{root}/inference/v1/generate", json=body) as answer:
                     choice = (await answer.json())["choices"][0]
                 content = choice["logprobs"]["content"]
@@ -246,6 +248,53 @@ def test_a_call_that_ends_with_a_stop_string_is_read(serving: Any) -> None:
     run(scenario())
 
 
+def test_a_template_that_refuses_other_ids_of_calls_than_its_own_gets_such(serving: Any) -> None:
+    import aiohttp
+
+    called = '[TOOL_CALLS][{"name": "multiply", "arguments": {"a": 1, "b": 2}}]'
+
+    async def scenario() -> None:
+        own = tokenizer("mistral")
+        async with serving(own) as served, aiohttp.ClientSession() as http:
+            session = served.open()
+            said = await answered(served, session, called, [own.eos_token_id])
+            (call,) = said["tool_calls"]
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+            body = {"messages": [*QUESTION, said, result], "tools": [tool()], "max_tokens": 4}
+            async with http.post(f"{session.base_url}/chat/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+            (branch,) = session.branches
+            text = own.decode(branch.tokens[branch.turns[0].end : branch.turns[1].start])
+            assert (
+                text
+                == f'[TOOL_RESULTS]{{"content": "2", "call_id": "{call["id"]}"}}[/TOOL_RESULTS]'
+            )
+
+    run(scenario())
+
+
+def test_a_call_has_one_id_wherever_its_episode_is_played_and_no_other_call_has_it(
+    serving: Any,
+) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+
+            async def ids(session: Any) -> list[str]:
+                answer = await answered(served, session, f"{CALL}\n{CALL}", [])
+                return [call["id"] for call in answer["tool_calls"]]
+
+            session = served.open("g#0")
+            first, second = await ids(session), await ids(session)
+            again, other = served.open("g#0", attempt=1), served.open("g#1")
+            assert [await ids(again), await ids(again)] == [first, second]
+            # Each request without a session has one that nobody sees.
+            plain = [await ids(served.endpoint._plain.session()) for _ in range(2)]
+            found = [*first, *second, *await ids(other), *plain[0], *plain[1]]
+            assert len(set(found)) == 10
+
+    run(scenario())
+
+
 def test_one_call_alone_is_read_where_a_client_wants_no_parallel_ones(serving: Any) -> None:
     async def scenario() -> None:
         async with serving() as served:
@@ -283,22 +332,8 @@ async def answered(
 ) -> dict[str, Any]:
     """The message that a client gets for a text that the policy is taken to have written."""
     chat = served.endpoint._chat
-    tokens = np.array([*served.tokenizer.encode(text), *ending], dtype=np.int32)
     ticket = await chat.place(session, QUESTION, [tool()])
-    sample = Sample(
-        tokens=tokens,
-        source=np.zeros(len(tokens), np.uint8),
-        logprobs=np.full(len(tokens), -0.1, np.float32),
-        spans=(VersionSpan(term=1, step=0, start=0, end=len(tokens)),),
-        finish_reason=FinishReason.STOP,
-        text=text,
-        sampling=sampling(),
-        reward=None,
-        components={},
-        verdict=None,
-        extracted=None,
-        grader=None,
-    )
+    sample = planted([*served.tokenizer.encode(text), *ending], text)
     message: dict[str, Any] = chat.answer(
         session, ticket, sample, QUESTION, [tool()], wanted(asked)
     ).message
@@ -440,6 +475,29 @@ def test_a_session_that_is_full_says_so_in_openais_words(serving: Any, limits: A
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [QUESTION * 151, [{"role": "user", "content": "x" * 10_000}]],
+    ids=["messages", "characters"],
+)
+def test_a_conversation_that_is_refused_unrendered_has_ended_its_episode_by_length(
+    serving: Any, messages: Any
+) -> None:
+    import aiohttp
+
+    async def scenario() -> None:
+        async with serving() as served, aiohttp.ClientSession() as http:
+            session = served.open(longest=150)
+            await answered(served, session, "yes", [served.tokenizer.eos_token_id])
+            body = {"messages": messages}
+            async with http.post(f"{session.base_url}/chat/completions", json=body) as answer:
+                assert (await answer.json())["error"]["code"] == "context_length_exceeded"
+            found = await served.endpoint.finish(session)
+            assert found.finish_reason is FinishReason.LENGTH
+
+    run(scenario())
+
+
 def test_an_aborted_session_keeps_what_it_has(serving: Any) -> None:
     async def scenario() -> None:
         async with serving() as served:
@@ -523,6 +581,9 @@ def test_an_episode_that_is_played_again_asks_while_its_lost_turn_is_sampled(ser
         ("guided_choice", ["yes", "no"], None),
         ("prompt_logprobs", 1, None),
         ("add_generation_prompt", False, True),
+        ("add_special_tokens", True, False),
+        ("skip_special_tokens", False, True),
+        ("reasoning_effort", "high", None),
     ],
 )
 def test_what_would_have_an_effect_that_isnt_there_is_refused(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from typing import Any
 
 import pytest
 from chat_templates import tokenizer
-from endpoint_calls import tool
+from endpoint_calls import CONTEXT, planted, spec, tool
 
 from tandem.common.errors import ConfigError
 from tandem.rollout.endpoint.chat import Chat
 from tandem.rollout.endpoint.families import FamilyParser, family_of
+from tandem.rollout.endpoint.requests import wanted
+from tandem.rollout.endpoint.sessions import Session
 
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
@@ -62,6 +65,43 @@ def test_a_tool_that_isnt_there_is_a_call_like_any_other(qwen: Any) -> None:
     assert found.name == "divide"
 
 
+@pytest.fixture(scope="module")
+def kimi() -> Any:
+    """A tokenizer that has what Kimi K2's has."""
+    made = copy.deepcopy(tokenizer("chatml"))
+    roles = ("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
+    section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    parts = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+    made.add_special_tokens({"additional_special_tokens": [*roles, *section, *parts]})
+    return made
+
+
+def kimi_call(arguments: str) -> str:
+    said = f"<|tool_call_begin|>functions.multiply:0<|tool_call_argument_begin|>{arguments}"
+    return (
+        f"<|tool_calls_section_begin|>{said}<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
+    )
+
+
+def test_a_call_of_a_family_whose_calls_have_ids_keeps_its_own(kimi: Any) -> None:
+    chat = Chat(kimi, "renderers:kimi-k2", 2048)
+    session = Session("key", "url", spec(), CONTEXT)
+    asked = [{"role": "user", "content": "137*258=?"}]
+    ticket = asyncio.run(chat.place(session, asked, [tool()]))
+    said = kimi_call('{"a": 137, "b": 258}')
+    sample = planted(kimi.encode(said, add_special_tokens=False), said)
+    (made,) = chat.answer(session, ticket, sample, asked, [tool()], wanted({})).message[
+        "tool_calls"
+    ]
+    assert (made["id"], made["function"]["name"]) == ("functions.multiply:0", "multiply")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": NaN}'])
+def test_arguments_that_no_client_can_send_back_are_malformed(kimi: Any, arguments: str) -> None:
+    found = read(family_of(kimi, "renderers:kimi-k2"), kimi, kimi_call(arguments))
+    assert (found.calls, found.malformed) == ((), 1)
+
+
 def test_by_itself_only_a_published_models_own_name_chooses_it(qwen: Any) -> None:
     assert family_of(qwen, "auto") is None
     named = copy.deepcopy(qwen)
@@ -88,3 +128,28 @@ def test_without_the_package_a_family_is_refused_with_what_to_install(
     assert family_of(qwen, "auto") is None
     with pytest.raises(ConfigError, match=r"tandem-rl\[renderers\]"):
         family_of(qwen, "renderers:qwen3.5")
+
+
+THOUGHT = "<|channel|>analysis<|message|>A product.<|end|><|start|>assistant"
+CALLED = ' to=functions.multiply<|channel|>commentary json<|message|>{"a": 137, "b": 258}<|call|>'
+
+
+@pytest.mark.parametrize("thought", ["", THOUGHT], ids=["at once", "after a thought"])
+def test_the_token_that_ends_a_turn_of_gpt_oss_also_closes_its_call(
+    monkeypatch: pytest.MonkeyPatch, thought: str
+) -> None:
+    # Its vocabulary would be downloaded, and only rendering needs it.
+    monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", lambda name: None)
+    own = tokenizer("gpt-oss")
+    chat = Chat(own, "renderers:gpt-oss", 2048)
+    session = Session("key", "url", spec(), CONTEXT)
+    asked = [{"role": "user", "content": "137*258=?"}]
+    ticket = asyncio.run(chat.place(session, asked, [tool()]))
+    said = thought + CALLED
+    sample = planted(own.encode(said, add_special_tokens=False), said)
+    answer = chat.answer(session, ticket, sample, asked, [tool()], wanted({}))
+    assert (answer.finish_reason, answer.malformed) == ("tool_calls", 0)
+    (made,) = answer.message["tool_calls"]
+    assert made["function"] == {"name": "multiply", "arguments": '{"a": 137, "b": 258}'}
+    assert answer.message.get("reasoning_content", "") == ("A product." if thought else "")
+    assert (session.tool_calls, session.malformed_calls) == (1, 0)

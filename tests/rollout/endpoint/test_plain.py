@@ -131,6 +131,16 @@ def test_an_echo_has_the_prompts_logprobs_and_the_likeliest_tokens(serving: Any)
     scenario(serving, body)
 
 
+def test_an_echo_has_the_prompts_text_whole(serving: Any) -> None:
+    async def body(client: Client, served: Any) -> None:
+        prompt = "Grüße, 日本 🙂: 12*3=?"
+        (answer,) = await client.completions(prompt)
+        (echo,) = await client.completions(prompt, echo=True)
+        assert echo["text"] == prompt + answer["text"]
+
+    scenario(serving, body)
+
+
 def test_alternatives_to_what_was_sampled_are_told_on_both_routes(serving: Any) -> None:
     async def body(client: Client, served: Any) -> None:
         row = served.tokenizer.encode(PROMPTS[0])
@@ -159,6 +169,35 @@ def test_alternatives_to_what_was_sampled_are_told_on_both_routes(serving: Any) 
                 assert values == sorted(values, reverse=True)
                 # Greedy: the token itself is the likeliest.
                 assert one["top_logprobs"][0]["token"] == one["token"]
+
+    scenario(serving, body)
+
+
+def test_log_probs_name_tokens_by_their_ids_where_a_client_wants_them_so(serving: Any) -> None:
+    async def body(client: Client, served: Any) -> None:
+        row = served.tokenizer.encode(PROMPTS[0])
+        how = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+        (choice,) = await client.completions(row, logprobs=2, echo=True, **how)
+        told, tokens = choice["logprobs"], [*row, *choice["token_ids"]]
+        assert told["tokens"] == [f"token_id:{token}" for token in tokens]
+        known = forward(served.model, tokens)
+        for place in range(1, len(tokens)):
+            best = [*np.argsort(-known[place - 1])[:2].tolist(), tokens[place]]
+            assert_near(
+                told["top_logprobs"][place],
+                {f"token_id:{token}": float(known[place - 1][token]) for token in best},
+            )
+        # They are still places in the text.
+        texts = [served.tokenizer.decode([token]) for token in tokens]
+        assert told["text_offset"] == [len("".join(texts[:n])) for n in range(len(texts))]
+        asked = {"messages": [{"role": "user", "content": "2*2=?"}], "max_tokens": 4}
+        chat = await client(
+            "/v1/chat/completions", **asked, **how, logprobs=True, top_logprobs=2, temperature=0
+        )
+        (said,) = chat["choices"]
+        content = said["logprobs"]["content"]
+        assert [one["token"] for one in content] == [f"token_id:{t}" for t in said["token_ids"]]
+        assert all(one["top_logprobs"][0]["token"] == one["token"] for one in content)
 
     scenario(serving, body)
 

@@ -174,7 +174,7 @@ def test_the_policys_own_tags_stay_tokens_when_a_client_sends_them_back() -> Non
     assert own.convert_tokens_to_ids("<tool_call>") in found
 
 
-@pytest.mark.parametrize("form", ["chatml", "llama", "miniature"])
+@pytest.mark.parametrize("form", ["chatml", "llama", "miniature", "gpt-oss", "gemma4"])
 @pytest.mark.parametrize("called", [False, True], ids=["user", "tool"])
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut"])
 def test_the_tail_goes_on_behind_an_answer_as_in_the_whole_conversation(
@@ -191,15 +191,16 @@ def test_the_tail_goes_on_behind_an_answer_as_in_the_whole_conversation(
     for _ in range(50):
         content = text(random_, [*PIECES, *hostile(form)])
         tail = [{"role": "tool", "tool_call_id": "call00000", "content": content}] if called else []
-        tail = [*tail, {"role": "user", "content": text(random_)}]
+        tail = [*tail, {"role": "user", "content": text(random_)}][: random_.randint(1, 2)]
         whole = renderer.render([*before, *tail])
         short = renderer.render(before, opened=False)
         # The template may write a line's end behind the turn's.
-        eos = own.eos_token_id
-        stream = short[: len(short) - short[::-1].index(eos)]
+        while renderer.special(short[-1]) is None:
+            short.pop()
+        stream = short
         if not ended:
             stream = stream[:-1]
-        suffix = renderer.suffix(tail, stream[-1], ended)
+        suffix = renderer.suffix(tail, stream[-1], ended, [call] if called else ())
         assert suffix is not None
         assert stream + suffix == whole
 
@@ -222,6 +223,36 @@ def test_another_special_token_that_ended_a_turn_stands_for_the_templates() -> N
     )
     assert suffix is not None
     assert own.decode(suffix).startswith("<|start_header_id|>ipython")
+
+
+@pytest.mark.parametrize("last", ["<tool_call|>", "<|tool_response>"])
+def test_each_result_is_from_the_function_that_its_own_call_names(last: str) -> None:
+    own = tokenizer("gemma4")
+    calls = [
+        {"id": f"call0000{name}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for name in "fg"
+    ]
+    tail = [
+        {"role": "tool", "tool_call_id": call["id"], "content": f"of {number}"}
+        for number, call in enumerate(calls)
+    ]
+    suffix = Renderer(own, 2048).suffix(tail, own.convert_tokens_to_ids(last), True, calls)
+    assert suffix is not None
+    # A policy that has opened the results itself has no second opener behind that.
+    opener = "<|tool_response>"
+    results = 'response:f{value:<|"|>of 0<|"|>}<tool_response|>'
+    results += f'{opener}response:g{{value:<|"|>of 1<|"|>}}<tool_response|>'
+    assert own.decode(suffix) == (results if last == opener else opener + results)
+
+
+def test_results_of_several_calls_go_behind_one_where_a_template_takes_no_more() -> None:
+    own = tokenizer("llama")
+    functions = [{"name": name, "arguments": "{}"} for name in "fg"]
+    calls = [{"id": one["name"], "type": "function", "function": one} for one in functions]
+    tail = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
+    suffix = Renderer(own, 2048).suffix(tail, own.eos_token_id, True, calls)
+    assert suffix is not None
+    assert own.decode(suffix).count("ipython") == 2
 
 
 def test_a_tail_with_the_mark_in_it_is_rendered_like_any_other() -> None:
@@ -280,10 +311,12 @@ def _extends(renderer: Renderer, answer: Message, tail: Message) -> bool:
 
 
 @pytest.mark.parametrize("role", ["tool", "user"])
-@pytest.mark.parametrize("form", ["chatml", "miniature", "thinking", "llama"])
+@pytest.mark.parametrize("form", [*FORMS, "gpt-oss", "gemma4"])
 def test_a_tail_has_a_suffix_of_its_own(form: str, role: str) -> None:
     renderer = Renderer(tokenizer(form), 1 << 20)
-    assert renderer.suffix([{"role": role, "content": "z"}], 0, False) is not None
+    suffix = renderer.suffix([{"role": role, "content": "z"}], 0, False)
+    assert suffix is not None
+    assert MARK not in renderer.decode(suffix)
 
 
 @pytest.mark.parametrize("role", ["tool", "user"])

@@ -65,13 +65,23 @@ class TestText:
         assert played.turn_rewards == (None, 0.25)
 
     def test_a_long_observation_is_cut_in_the_middle(self, play_one: PlayOne) -> None:
-        prompt = "a" * 100_000 + "z"
-        _, asked = play_one("talks", {"prompt": prompt}, scripted("bye"), observation_tokens=50)
-        content = asked[0]["messages"][0]["content"]
+        said = "a" * 100_000 + "z"
+        _, asked = play_one("talks", {"prompt": "x"}, scripted(said, "bye"), observation_tokens=50)
+        content = asked[1]["messages"][2]["content"]
         assert len(content) < 1_000
-        assert content.startswith("aaa")
+        assert content.startswith("you said aaa")
         assert content.endswith("z")
-        assert "99,201" in content or "characters left out" in content
+        assert "characters left out" in content
+
+
+@pytest.mark.parametrize("environment", ["talks", "calculator"])
+def test_a_rows_own_prompt_is_no_observation_and_stays_whole(
+    play_one: PlayOne, environment: str
+) -> None:
+    prompt = "a" * 100_000
+    row = {"prompt": prompt, "answer": 0}
+    _, asked = play_one(environment, row, scripted("bye"), observation_tokens=50)
+    assert asked[0]["messages"][0]["content"].startswith(prompt)
 
 
 class TestTools:

@@ -170,6 +170,26 @@ def test_a_server_that_is_asked_to_end_plays_to_the_end_and_hands_back_the_rest(
         assert not own.members()
 
 
+def test_what_a_leaving_server_hands_back_goes_to_another_however_full_that_is(
+    own: Run, endpoint: Any, shared: Path
+) -> None:
+    with own.server("environments-0") as one, own.server("environments-1"):
+        until(lambda: len(own.members()) == 2, 90)
+
+        async def body(playing: Playing) -> Any:
+            tasks = [asyncio.create_task(playing.play("bad", waiting(shared))) for _ in range(8)]
+            await lines(shared / "begun", 4)
+            one.terminate()
+            async with asyncio.timeout(30):
+                while playing.client.lost < 2:
+                    await asyncio.sleep(0.02)
+            (shared / "go").touch()
+            return await asyncio.gather(*tasks)
+
+        played = with_client(own, endpoint, 2, body, retries=1)
+    assert [(one.reward, one.detail) for one in played] == [(1.0, "done")] * 8
+
+
 def test_a_cancelled_episode_is_ended_at_its_server(own: Run, endpoint: Any, shared: Path) -> None:
     with own.server() as server:
         until(own.members, 90)
