@@ -269,6 +269,8 @@ class Known:
     """The state according to the folder or the supervisor."""
     supervisor: int | None = None
     """Process id of its ``tandem start``."""
+    elsewhere: str = ""
+    """Process and host of its ``tandem start``, if the run is under way on another host."""
     elapsed_seconds: float | None = None
     """Seconds that the run has been up, over all its starts."""
     total_steps: int | None = None

@@ -111,17 +111,19 @@ def store(server: Any) -> Iterator[Store]:
     made.close()
 
 
+SETTINGS = LedgerSettings(
+    sources=(("a", 20, 1),),
+    seed=0,
+    data_digest="d",
+    group_size=4,
+    groups_per_step=2,
+    max_staleness=1,
+    steps=9,
+)
+
+
 def test_a_look_into_a_real_redis(store: Store) -> None:
-    settings = LedgerSettings(
-        sources=(("a", 20, 1),),
-        seed=0,
-        data_digest="d",
-        group_size=4,
-        groups_per_step=2,
-        max_staleness=1,
-        steps=9,
-    )
-    Ledger(store, "supervisor").create(settings)
+    Ledger(store, "supervisor").create(SETTINGS)
     RunStore(store).report("rollout-0", {**REPORTS["rollout-0"], "time": NOW})
     Members(store).register("rollout", "rollout-0", {"pid": 5, "host": "h", "version": [1, 3]})
     RunStore(store).count_restart("reward-0", "grader 7: deadline")
@@ -155,6 +157,50 @@ def test_a_run_whose_redis_does_not_answer_is_told_from_its_folder(
         lock.release()
     with pytest.raises(StoreError, match="didn't answer"):
         look(None, folder.join)
+
+
+def held_elsewhere(folder: RunFolder) -> None:
+    """A shared folder as another host's supervisor leaves it while it runs, or when it is killed."""
+    folder.make()
+    folder.write_run({"preset": "miniature", "state": "running"})
+    lock = {"host": "node3.elsewhere", "supervisor": {"pid": 7, "started": 1.5}}
+    folder.lock.write_text(json.dumps(lock))
+
+
+def test_a_run_that_another_host_supervises_is_asked_for_its_state(
+    tmp_path: Path, server: Any
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    held_elsewhere(folder)
+    join = server.join()
+    folder.write_join(join)
+    store = connect(join, name="test")
+    Ledger(store, "supervisor").create(SETTINGS)
+    Members(store).register("rollout", "rollout-0", {"pid": 5, "host": "node3", "version": [1, 3]})
+    store.close()
+    made = look(folder, folder.join)
+    assert (made.state, made.supervisor, made.problem) == ("running", None, "")
+    assert [one.member for one in made.members] == ["rollout-0"]
+    # Its end is in the record, though its name stays in the lock.
+    folder.write_run({"preset": "miniature", "state": "stopped"})
+    made = look(folder, folder.join)
+    assert (made.state, made.members) == ("stopped", ())
+
+
+def test_where_that_redis_does_not_answer_it_is_said_who_supervises_the_run(
+    tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.launch.board.look.ANSWER_SECONDS", 0.1)
+    folder = RunFolder(tmp_path / "run")
+    held_elsewhere(folder)
+    with servers.running(tmp_path) as server:
+        folder.write_join(server.join())
+    said = "supervised by process 7 on node3.elsewhere, whose Redis doesn't answer here: "
+    made = look(folder, folder.join)
+    assert (made.state, made.members) == ("running", ())
+    assert made.problem.startswith(said)
+    folder.join.unlink()
+    assert "join.json is missing" in look(folder, folder.join).problem
 
 
 def test_a_finished_run_is_told_from_its_folder(finished_run: Path) -> None:
