@@ -74,7 +74,8 @@ def assemble(
     members = _members(facts, fresh, activity, history, now)
     learner: Mapping[str, Any] = next((r for r in fresh.values() if r.get("role") == "learner"), {})
     step = max(history.step, int((learner.get("version") or (0, 0))[1]))
-    total = learner.get("total_steps") or (facts.steps if facts else None) or known.total_steps
+    # The ledger has the number of all steps, of which the run may be told to make fewer.
+    total = learner.get("total_steps") or known.total_steps or (facts.steps if facts else None)
     pace = history.seconds_per_step()
     state = _state(known, facts)
     left = pace * max(0, total - step) if pace and total and state == "running" else None
@@ -128,7 +129,7 @@ def _state(known: Known, facts: Facts | None) -> str | None:
     if facts is None or known.state == "draining":
         return known.state
     # An external Redis outlives the run's processes and still says "running".
-    left = known.state == "stopped" and not facts.members
+    left = known.state in ("stopped", "failed") and not facts.members
     return known.state if left else facts.state
 
 

@@ -78,6 +78,8 @@ def known_of(folder: RunFolder) -> Known:
     elif state not in ENDED and not elsewhere:
         state = "stopped"
     settings = _settings(folder)
+    run = _part(settings, "run")
+    ends = [run[name] for name in ("steps", "last_step") if type(run.get(name)) is int]
     summary = _summary(folder) if state == "finished" else {}
     return Known(
         run=shown(folder.path),
@@ -86,7 +88,7 @@ def known_of(folder: RunFolder) -> Known:
         supervisor=supervisor,
         elsewhere=elsewhere,
         elapsed_seconds=elapsed,
-        total_steps=_part(settings, "run").get("steps"),
+        total_steps=min(ends, default=None),
         limit=_part(settings, "replay").get("max_staleness"),
         ledger=_part(summary, "ledger"),
         idle=_part(summary, "idle_shares"),

@@ -274,7 +274,7 @@ class Known:
     elapsed_seconds: float | None = None
     """Seconds that the run has been up, over all its starts."""
     total_steps: int | None = None
-    """``run.steps``."""
+    """The step with which the run ends, if that is known from the settings."""
     limit: int | None = None
     """``replay.max_staleness``."""
     ledger: Mapping[str, int] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,36 @@ def test_a_finished_run_is_told_from_its_folder(finished_run: Path) -> None:
     assert made.entropy is not None
     assert any("heldout at step 250" in line for line in more(made, Inspection()))
     assert folder.report.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_has_failed_is_told_so_though_its_external_redis_answers(
+    tmp_path: Path, server: Any
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    join = server.join()
+    folder.write_join(join)
+    folder.config.write_text("replay: {redis_url: 'redis://elsewhere:6379'}\nrun: {steps: 9}\n")
+    folder.write_run({"preset": "miniature", "state": "failed"})
+    folder.metrics.write_text("".join(json.dumps(record(step)) + "\n" for step in (1, 2)))
+    store = connect(join, name="test")
+    Ledger(store, "supervisor").create(SETTINGS)
+    RunStore(store).set_state("running")
+    store.close()
+    made = look(folder, folder.join)
+    assert (made.state, made.seconds_left, made.term) == ("failed", None, 0)
+
+
+def test_a_run_that_ends_before_its_last_step_is_measured_by_its_end(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    folder.config.write_text("run: {steps: 1000, last_step: 50}\n")
+    folder.write_run({"preset": "miniature", "state": "finished"})
+    folder.metrics.write_text(json.dumps(record(50)) + "\n")
+    made = look(folder, folder.join)
+    assert (made.step, made.total_steps) == (50, 50)
+    # The ledger knows all steps, and the learner hasn't reported yet.
+    begun = assemble(
+        replace(KNOWN, total_steps=50), History(), facts(steps=1000, reports={}), now=NOW
+    )
+    assert begun.total_steps == 50
