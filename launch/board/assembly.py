@@ -96,6 +96,7 @@ def assemble(
         zero_variance=history.mean("reward/zero_variance"),
         response_length=history.mean("rollout/length_mean"),
         entropy=history.mean("train/entropy"),
+        held_out=known.held_out,
         evaluations=_evaluations(facts, history),
         tokens_sampled_per_second=_sum(m.tokens_per_second for m in members),
         tokens_trained_per_second=history.per_second("train/tokens_own", "train/tokens_expert"),

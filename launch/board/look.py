@@ -89,6 +89,7 @@ def known_of(folder: RunFolder) -> Known:
         elsewhere=elsewhere,
         elapsed_seconds=elapsed,
         total_steps=min(ends, default=None),
+        held_out=tuple(_sets(settings)),
         limit=_part(settings, "replay").get("max_staleness"),
         ledger=_part(summary, "ledger"),
         idle=_part(summary, "idle_shares"),
@@ -128,6 +129,12 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
 def _part(content: dict[str, Any], name: str) -> dict[str, Any]:
     part = content.get(name)
     return part if isinstance(part, dict) else {}
+
+
+def _sets(settings: dict[str, Any]) -> list[str]:
+    sets = _part(settings, "data").get("evaluate")
+    named = sets if isinstance(sets, list) else []
+    return [str(one["name"]) for one in named if isinstance(one, dict) and "name" in one]
 
 
 def _letters(summary: dict[str, Any]) -> list[dict[str, Any]]:
