@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from .errors import TandemError
+from .printable import PrintableStream
 
 log = logging.getLogger("tandem")
 
@@ -216,7 +217,8 @@ def try_append(file: IO[bytes], data: bytes, *, sync: bool = False) -> None:
 def keep_streams() -> None:
     """Replaces this process's standard output and error by streams that a full disk can't break.
 
-    Text that can't be written is kept, up to 256 KiB, and written when there is space again.
+    Text that can't be written is kept, up to 256 KiB, and written when there is space again. What the streams
+    escape stays escaped, and a character that their encoding lacks is written as its escape.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -229,11 +231,12 @@ def keep_streams() -> None:
             # Every write goes through to `raw` at once, which takes all of it.
             raw,
             encoding=stream.encoding,
-            errors=stream.errors,
+            # An alarm has Greek letters, and must end no run whose terminal has none.
+            errors="backslashreplace",
             line_buffering=True,
             write_through=True,
         )
-        setattr(sys, name, kept)
+        setattr(sys, name, PrintableStream(kept) if isinstance(stream, PrintableStream) else kept)
 
 
 class _Patient(io.FileIO):

@@ -8,10 +8,11 @@ control characters on purpose (the live view) gets the underlying stream from :f
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Iterable
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 # Controls, except tabulator and line break; invisible and directional formats; line and paragraph
 # separators; halves of surrogate pairs; tags and private variations.
@@ -67,6 +68,10 @@ def raw(stream: TextIO) -> TextIO:
 
 
 def guard_output() -> None:
-    """Makes standard output and standard error escape invisible characters, also in tracebacks."""
-    sys.stdout = cast(TextIO, PrintableStream(raw(sys.stdout)))
-    sys.stderr = cast(TextIO, PrintableStream(raw(sys.stderr)))
+    """Makes standard output and standard error escape invisible characters, also in tracebacks, and those that
+    their encoding lacks."""
+    for name in ("stdout", "stderr"):
+        stream = raw(getattr(sys, name))
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, PrintableStream(stream))

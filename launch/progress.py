@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import IO, TextIO, cast
+
+from rich.cells import cell_len, set_cell_size
 
 from ..common.printable import raw
 
@@ -34,6 +37,7 @@ class Progress:
         self._done = self._began_with = done
         self._since = time.monotonic()
         self._live = stream.isatty()
+        self._drawn = 0
         self._next = self._since + (DRAW_SECONDS if self._live else TELL_SECONDS)
 
     @property
@@ -69,8 +73,18 @@ class Progress:
             text = f"{self._verb} {self._done:,}/{self._total:,} [{bar}] {share:4.0%}"
             if pace > 0 and self._done < self._total:
                 text += f", {time_left((self._total - self._done) / pace)} left"
-        self._stream.write(f"{start}{text}  {pace:,.0f} rows/s {end}")
+        text += f"  {pace:,.0f} rows/s"
+        if self._live:
+            text = self._fitted(text)
+        self._stream.write(f"{start}{text}{end}")
         self._stream.flush()
+
+    def _fitted(self, text: str) -> str:
+        """A line that covers the one drawn before, and is narrower than the window, in which it would wrap."""
+        width, self._drawn = max(self._drawn, cell_len(text)), cell_len(text)
+        columns = os.get_terminal_size(self._stream.fileno()).columns
+        # A serial line reports 0, which says nothing about it.
+        return set_cell_size(text, min(width, columns - 1) if columns else width)
 
 
 def time_left(seconds: float) -> str:

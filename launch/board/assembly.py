@@ -74,7 +74,8 @@ def assemble(
     members = _members(facts, fresh, activity, history, now)
     learner: Mapping[str, Any] = next((r for r in fresh.values() if r.get("role") == "learner"), {})
     step = max(history.step, int((learner.get("version") or (0, 0))[1]))
-    total = learner.get("total_steps") or (facts.steps if facts else None) or known.total_steps
+    # The ledger has the number of all steps, of which the run may be told to make fewer.
+    total = learner.get("total_steps") or known.total_steps or (facts.steps if facts else None)
     pace = history.seconds_per_step()
     state = _state(known, facts)
     left = pace * max(0, total - step) if pace and total and state == "running" else None
@@ -95,6 +96,7 @@ def assemble(
         zero_variance=history.mean("reward/zero_variance"),
         response_length=history.mean("rollout/length_mean"),
         entropy=history.mean("train/entropy"),
+        held_out=known.held_out,
         evaluations=_evaluations(facts, history),
         tokens_sampled_per_second=_sum(m.tokens_per_second for m in members),
         tokens_trained_per_second=history.per_second("train/tokens_own", "train/tokens_expert"),
@@ -128,7 +130,7 @@ def _state(known: Known, facts: Facts | None) -> str | None:
     if facts is None or known.state == "draining":
         return known.state
     # An external Redis outlives the run's processes and still says "running".
-    left = known.state == "stopped" and not facts.members
+    left = known.state in ("stopped", "failed") and not facts.members
     return known.state if left else facts.state
 
 

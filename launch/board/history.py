@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -35,6 +35,23 @@ class Evaluated:
     figures: Mapping[str, float] = field(default_factory=dict)
     """All figures by the names that they have in the metrics after the set's, as in ``pass@4`` or
     ``source/aime/accuracy``."""
+
+
+def of_first(evaluations: Sequence[Evaluated], sets: Sequence[str]) -> tuple[str, list[Evaluated]]:
+    """The evaluations of the one held-out set whose accuracy is shown where there is room for one.
+
+    Args:
+        evaluations: of all sets, by step.
+        sets: names of the sets, the one to show first; empty if they aren't known.
+
+    Returns:
+        The set's name, empty if there is no other; and its evaluations, by step.
+    """
+    names = [*sets, *(one.set for one in evaluations)]
+    if not names:
+        return "", []
+    shown = [one for one in evaluations if one.set == names[0]]
+    return names[0] if len(set(names)) > 1 else "", shown
 
 
 class History:

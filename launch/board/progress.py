@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..wording import duration
-from .history import History, first_number, read
+from .history import History, first_number, of_first, read
 from .tail import MetricsTail
 
 
@@ -25,6 +25,7 @@ class Progress:
         every: int,
         say: Callable[[str], None],
         restarts: Callable[[], int] = lambda: 0,
+        held_out: Sequence[str] = (),
     ) -> None:
         self._path = path
         self._tail = MetricsTail(path)
@@ -32,6 +33,7 @@ class Progress:
         self._every = every
         self._say = say
         self._restarts = restarts
+        self._held_out = held_out
         self._said_step = 0
         self._alarm = ""
         self._lock = threading.Lock()
@@ -87,9 +89,11 @@ class Progress:
         loss = first_number(record, "train/loss")
         if reward is None and loss is not None:
             parts.append(f"loss {loss:.4f}")
-        if history.evaluations:
-            newest = history.evaluations[-1]
-            parts.append(f"held-out {100 * newest.accuracy:.1f}% (step {newest.step})")
+        name, evaluations = of_first(history.evaluations, self._held_out)
+        if evaluations:
+            newest = evaluations[-1]
+            label = f"held-out {name}" if name else "held-out"
+            parts.append(f"{label} {100 * newest.accuracy:.1f}% (step {newest.step})")
         staleness = first_number(record, "replay/staleness_mean")
         if staleness is not None:
             parts.append(f"staleness {staleness:.1f}")

@@ -210,6 +210,8 @@ class Snapshot:
     """Mean length of the recent responses, in tokens."""
     entropy: float | None = None
     """The policy's entropy on its own recent tokens, in nats per token."""
+    held_out: tuple[str, ...] = ()
+    """Names of the held-out sets, in the order of the settings; empty if they aren't known."""
     evaluations: tuple[Evaluated, ...] = ()
     """All evaluations, by step."""
     tokens_sampled_per_second: float | None = None
@@ -269,10 +271,14 @@ class Known:
     """The state according to the folder or the supervisor."""
     supervisor: int | None = None
     """Process id of its ``tandem start``."""
+    elsewhere: str = ""
+    """Process and host of its ``tandem start``, if the run is under way on another host."""
     elapsed_seconds: float | None = None
     """Seconds that the run has been up, over all its starts."""
     total_steps: int | None = None
-    """``run.steps``."""
+    """The step with which the run ends, if that is known from the settings."""
+    held_out: tuple[str, ...] = ()
+    """Names of ``data.evaluate``, in their order."""
     limit: int | None = None
     """``replay.max_staleness``."""
     ledger: Mapping[str, int] = field(default_factory=dict)

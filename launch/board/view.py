@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ...common.printable import printable
 from ..wording import duration, human
+from .history import of_first
 from .snapshot import Episodes, Grading, Judging, MemberStanding, RoleStanding, Snapshot
 
 LABEL = 11
@@ -88,8 +89,8 @@ class _Pen:
             Line(text=self._steps(s), weight=0),
             Line(text=self._reward(s), weight=1),
         ]
-        if s.evaluations:
-            lines.append(Line(text=self._held_out(s), weight=1))
+        if held_out := self._held_out(s):
+            lines.append(Line(text=held_out, weight=1))
         lines.append(Line(text=self._tokens(s), weight=4))
         if any(s.ledger.values()):
             lines += [Line(text=t, weight=5 + n) for n, t in enumerate(self._queues(s))]
@@ -154,15 +155,16 @@ class _Pen:
             text.append(" of groups")
         return text
 
-    def _held_out(self, s: Snapshot) -> Text:
-        first = s.evaluations[0].set
-        evaluations = [one for one in s.evaluations if one.set == first]
-        last = evaluations[-1]
+    def _held_out(self, s: Snapshot) -> Text | None:
+        name, evaluations = of_first(s.evaluations, s.held_out)
+        if not evaluations:
+            return None
+        last, of = evaluations[-1], f" of {name}" if name else ""
         text = self._labelled("held-out")
         text.append(f"{last.accuracy:.1%}", "bold green").append(f" at step {last.step:,}")
-        text.append(f" ({last.problems:,} problems)  ", "dim")
+        text.append(f" ({last.problems:,} problems{of})  ", "dim")
         values = [one.accuracy for one in evaluations]
-        text.append(self._curve(values, max(4, self._width - 62), top=1.0), "green")
+        text.append(self._curve(values, self._width - 62 - len(of), top=1.0), "green")
         room = (self._width - text.cell_len - 2) // 6
         shown = [f"{100 * value:.1f}" for value in values[-max(0, min(room, 8)) :]]
         if room > 0 and len(values) > 1:

@@ -106,10 +106,10 @@ def _asked(arguments: argparse.Namespace) -> tuple[RunFolder | None, JoinInfo, l
 
 def _refuse_stopped(folder: RunFolder) -> None:
     """Raises ``StoreError`` with the way out if the run is stopped or finished, so that its own Redis is down."""
-    from ..board.look import known_of, uses_own_redis
+    from ..board.look import known_of, may_answer
 
     known = known_of(folder)
-    if known.supervisor is not None or not uses_own_redis(folder):
+    if may_answer(folder, known):
         return
     way_out = (
         "it is finished: let it go on with more steps (`tandem start … run.steps=N`)"

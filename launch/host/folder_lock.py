@@ -141,20 +141,37 @@ class FolderLock:
 
 def supervisor_of(folder: RunFolder) -> int | None:
     """Pid of the live supervisor of a folder on this host, or None."""
-    try:
-        descriptor = os.open(folder.lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        content = _read(descriptor)
-    finally:
-        os.close(descriptor)
+    content = _content(folder)
     if content.get("host") != socket.gethostname():
         return None
     owner = _holder(content, "supervisor")
     if owner is None or owner.process() is None or not _has_open(owner.pid, folder.lock):
         return None
     return owner.pid
+
+
+def supervisor_elsewhere(folder: RunFolder) -> str:
+    """The supervisor on another host that a folder's lock names, as ``process 7 on node3``; empty if it names none.
+
+    Whether that process lives can't be seen from here.
+    """
+    content = _content(folder)
+    host, owner = content.get("host"), _holder(content, "supervisor")
+    if owner is None or not isinstance(host, str) or host == socket.gethostname():
+        return ""
+    return f"process {owner.pid} on {host}"
+
+
+def _content(folder: RunFolder) -> dict[str, object]:
+    """What a folder's lock says; empty if there is none."""
+    try:
+        descriptor = os.open(folder.lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return {}
+    try:
+        return _read(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _has_open(pid: int, path: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ...common.errors import DataError, DeadlineError, TandemError
 from ...common.parts import read_parts
-from ...common.run_folder import RunFolder, newest_stage
+from ...common.run_folder import RunFolder, newest_stage, read_stages
 from ..host.redis_server import PASSWORD_VARIABLE
 from ..run.ending import LOOK_SECONDS, ask_to_end, supervising
 from ..run.opened.record import apart
@@ -147,9 +147,13 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """``summary.json``; None until the run has ended."""
+        """``summary.json``; None unless the run, or each of its stages, has finished."""
+        record = read_stages(self.path)
+        names = record["stages"] if record is not None else [""]
         path = self.path / "summary.json"
-        if not path.exists():
+        # A finished run that goes on with more steps still has the file of its earlier end.
+        states = {RunFolder(self.path / name).read_run().get("state") for name in names}
+        if states != {"finished"} or not path.exists():
             return None
         content: dict[str, Any] = json.loads(path.read_text())
         return content
@@ -173,7 +177,7 @@ class Run:
         return supervising(self.folder) is not None
 
     def wait(self, seconds: float | None = None) -> dict[str, Any] | None:
-        """Waits for its end, and returns the summary.
+        """Waits for its end, and returns the summary; None if it was stopped.
 
         Args:
             seconds: deadline; None = as long as the run takes.

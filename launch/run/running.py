@@ -78,6 +78,7 @@ class Running:
         )
         self._link: HostLink | None = None
         self._leave: Wait | None = None
+        held_out = tuple(one.name for one in config.data.evaluate)
         self._progress = Progress(
             folder.metrics,
             total=config.run.end,
@@ -85,6 +86,7 @@ class Running:
             # The live view shows the same figures.
             say=lambda line: None if terminal.drawing else self._say(line),
             restarts=lambda: len(self._supervisor.restarts),
+            held_out=held_out,
         )
         self._look = LiveLook(
             Known(
@@ -93,6 +95,7 @@ class Running:
                 supervisor=os.getpid(),
                 elapsed_seconds=record.earlier_seconds,
                 total_steps=config.run.end,
+                held_out=held_out,
                 limit=config.replay.max_staleness,
             ),
             began=record.began,

@@ -98,6 +98,7 @@ def make(
         "epochs": _epochs(config, record, steps, samples),
         "accuracy_before": before["accuracy"] if before else None,
         "accuracy_after": after["accuracy"] if after else None,
+        "evaluation_set": first,
         "evaluation_problems": after["problems"] if after else None,
         "best": best_of(folder.best),
         "preference_accuracy": course.preferences.get("heldout/preference_accuracy"),
@@ -420,7 +421,9 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
         before = summary["accuracy_before"]
         came = f"{100 * before:.1f}% -> " if before is not None else ""
         now, over = 100 * summary["accuracy_after"], summary["evaluation_problems"]
-        rows.append(("held-out accuracy", f"{came}{now:.1f}% ({over} problems)"))
+        others = len({one.get("set_name") for one in summary["evaluations"]}) > 1
+        of = f" of {summary['evaluation_set']}" if others else ""
+        rows.append(("held-out accuracy", f"{came}{now:.1f}% ({over} problems{of})"))
     if summary.get("best") is not None:
         best = summary["best"]
         rows.append(("best", f"{best['metric']} {best['value']:.4g} at step {best['step']}"))

@@ -1,7 +1,8 @@
 """Sends ``metrics.jsonl`` to a tracker: every record once, even across restarts and resumed runs.
 
 ``trackers/<name>.json`` records what has been sent. A learner that was killed trains journalled
-steps again and writes their records again; a step that was sent is not sent twice.
+steps again and writes their records again; a step that was sent is not sent twice, unless it was sent as one that
+isn't trained and is trained after all.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Sent:
     """Number of records."""
     step: int = 0
     """The last training step."""
+    applied: bool = True
+    """Whether it was trained. The one at which an alarm has stopped the run is met again when the run goes on."""
     evaluations: set[str] = field(default_factory=set)
     """Ids of evaluations."""
 
@@ -48,19 +51,29 @@ class Sent:
         content = read_object(data, str(path), DataError, way_out)
         kept = unsealed(content, str(path), DataError, way_out)
         evaluations = kept.get("evaluations")
+        # A file of an earlier version doesn't say it.
+        applied = kept.get("applied", True)
         if not (
             fits(kept.get("rows"), int)
             and fits(kept.get("step"), int)
+            and fits(applied, bool)
             and isinstance(evaluations, list)
             and all(isinstance(one, str) for one in evaluations)
         ):
             raise damaged(str(path), "lacks rows, step or evaluations", DataError, way_out)
-        return cls(rows=kept["rows"], step=kept["step"], evaluations=set(evaluations))
+        return cls(
+            rows=kept["rows"], step=kept["step"], applied=applied, evaluations=set(evaluations)
+        )
 
     def write(self, path: Path) -> None:
         """Writes the file, replacing the old one."""
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        kept = {"rows": self.rows, "step": self.step, "evaluations": sorted(self.evaluations)}
+        kept = {
+            "rows": self.rows,
+            "step": self.step,
+            "applied": self.applied,
+            "evaluations": sorted(self.evaluations),
+        }
         disk.persist(path, lambda: write_atomic(path, json.dumps(sealed(kept)) + "\n"))
 
     def takes(self, record: dict[str, Any]) -> bool:
@@ -74,10 +87,12 @@ class Sent:
             if evaluation in self.evaluations:
                 return False
             self.evaluations.add(str(evaluation))
-        elif step <= self.step:
-            return False
         else:
-            self.step = step
+            applied = record.get("train/applied") != 0
+            trained_now = step == self.step and applied and not self.applied
+            if step <= self.step and not trained_now:
+                return False
+            self.step, self.applied = step, applied
         self.rows += 1
         return True
 

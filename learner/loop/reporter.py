@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...common import disk
@@ -20,6 +20,7 @@ from ...common.telemetry import Clock
 from ...replay import archive
 from ...replay.evaluating.evaluations import EvaluationResult
 from ...replay.inspecting.rows import block_of, cut_logs, log_path, write_run_log
+from ...replay.members import Members
 from ...replay.store import RunStore
 from ..metrics.grading_rates import GradingRates
 from ..metrics.reports import text_of
@@ -68,6 +69,7 @@ class Reporter:
         total_steps: int,
     ) -> None:
         self._runs = runs
+        self._members = Members(runs.store)
         self._config = config
         self._folder = folder
         self._name = name
@@ -90,6 +92,11 @@ class Reporter:
 
     def cut_back(self, step: int) -> None:
         """Sets aside what was reported of later steps, which will be trained again."""
+        if self._metrics is None:
+            # Pools and workers may outlive a learner, whose records have what they had counted by then.
+            reports = self._runs.reports()
+            for count in (self._rates.take, self._transfers.lost, self._transfers.checked):
+                count(reports)
         for file in (self._metrics, self._samples):
             if file is not None:
                 file.close()
@@ -260,17 +267,15 @@ class Reporter:
             **self._rates.take(reports),
             **self._transfers.lost(reports),
             **self._transfers.checked(reports),
-            **_rollout_memory(reports),
+            **_rollout_memory(reports.get(m.member, {}) for m in self._members.live("rollout")),
             **(self._transfers.sent(weights) if weights else {}),
         }
 
 
-def _rollout_memory(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The most that a rollout worker has held, by its last report: of main memory with its engine's processes,
+def _rollout_memory(reports: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The most that a rollout worker has held, by these last reports: of main memory with its engine's processes,
     and of a GPU if it has one itself."""
-    workers = [
-        r["memory"] for r in reports.values() if r.get("role") == "rollout" and r.get("memory")
-    ]
+    workers = [r["memory"] for r in reports if r.get("memory")]
     found: dict[str, float] = {}
     for name, metric in (
         ("peak", "memory/rollout_peak_bytes"),

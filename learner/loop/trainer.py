@@ -323,6 +323,8 @@ class Trainer:
         if batch.quarantined or self._journal.outcome(step) == "quarantined":
             written()
             self._use_up(step, "quarantined before")
+            # The step's first record was set aside if the learner has gone back behind it.
+            self._reporter.record(self._version, {"train/applied": 0.0})
             return
         if self._config.log.archive:
             # Before it is trained on, so that no step of the weights is missing there.

@@ -473,17 +473,19 @@ _GREATEST = frozenset({"ratio_max", "k3_p99"})
 
 
 def _named(updates: Sequence[Mapping[str, float]], first: int, lr: float) -> dict[str, float]:
-    """Metrics of a step from those of its updates, each under ``train/``; the first ones, this many, are those
+    """Metrics of a step from those of its mini-batches, each under ``train/``; the first ones, this many, are those
     of the first pass, which has every row once."""
     names = dict.fromkeys(name for one in updates for name in one)
-    metrics = {"train/lr": lr, "train/updates": float(len(updates))}
+    # Without active rows a mini-batch has no step of the optimizer, and no gradient.
+    made = [one for one in updates if "grad_norm" in one]
+    metrics = {"train/lr": lr, "train/updates": float(len(made))}
     for name in names:
         values = [one[name] for one in updates if name in one]
         if name == "log_ratio_max_lag0":
             # Only in the first update are the weights those that sampled.
-            if name not in updates[0]:
+            if name not in made[0]:
                 continue
-            value = updates[0][name]
+            value = made[0][name]
         elif name in _COUNTED_ONCE:
             value = sum(one[name] for one in updates[:first] if name in one)
         elif name in _SUMMED:

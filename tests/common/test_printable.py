@@ -100,3 +100,18 @@ def test_a_log_line_and_a_traceback_move_no_cursor(tmp_path: Path) -> None:
     said = _said(tmp_path, sys.executable, "-c", program, HOSTILE)
     assert said.count(SHOWN) == 2
     assert is_clean(said)
+
+
+def test_nor_does_what_a_process_says_that_outlives_a_full_disk(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from tandem.common import disk\n"
+        "from tandem.common.printable import guard_output\n"
+        "guard_output()\n"
+        "disk.keep_streams()\n"
+        "print(sys.argv[1])\n"
+        "raise ValueError(sys.argv[1])\n"
+    )
+    said = _said(tmp_path, sys.executable, "-c", program, HOSTILE)
+    assert said.count(SHOWN) == 2
+    assert is_clean(said)

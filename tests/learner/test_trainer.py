@@ -487,6 +487,19 @@ def test_steps_that_are_not_finite_are_quarantined_and_undone(
         assert torch.equal(weights(run)[name], tensor), name
 
 
+def test_a_quarantined_step_keeps_its_record_when_the_run_is_resumed_before_it(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(run={"steps": 6}, learner={"checkpoint_every": 1000})
+    poison(run, {"0-2"})
+    run.work()
+    kill_after(6, launch(run), run)
+    assert "again from the journal" in finish(run, launch(run))
+    applied = {record["step"]: record["train/applied"] for record in metrics(run)}
+    assert applied == {1: 1.0, 2: 0.0, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0}
+    assert len(metrics(run)) == 6
+
+
 def test_a_quarantined_version_has_the_weights_of_the_steps_before_it(
     start_run: StartRun, launch: Launch
 ) -> None:

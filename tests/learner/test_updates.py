@@ -76,6 +76,7 @@ def test_a_step_without_a_signal_changes_nothing_and_is_applied(
     )
     assert outcome.applied
     assert outcome.metrics["train/rows_active"] == 0
+    assert outcome.metrics["train/updates"] == 0
     assert called == [True]
     after = snapshot(updates)
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -91,6 +92,18 @@ def test_rows_without_an_advantage_are_left_out_and_still_count(
     assert half.metrics["train/rows"] == 16
     assert half.metrics["train/rows_active"] == 8
     assert half.metrics["train/loss"] == pytest.approx(alone.metrics["train/loss"] / 2, rel=1e-5)
+
+
+def test_a_mini_batch_without_a_signal_is_no_update(learner: Learner, made_up: ModuleType) -> None:
+    """The weights are still those that sampled when the second one is trained on."""
+    silent, signal = groups_of(made_up, 2)
+    both = learner(learner={"minibatches": 2}).train(
+        1, [*changed([silent], reward=1.0), signal], lr=1e-3
+    )
+    alone = learner().train(1, [signal], lr=1e-3)
+    assert both.metrics["train/updates"] == 1
+    for name in ("train/log_ratio_max_lag0", "train/grad_norm"):
+        assert both.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-5)
 
 
 @pytest.mark.parametrize(

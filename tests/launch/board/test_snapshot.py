@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +112,19 @@ def store(server: Any) -> Iterator[Store]:
     made.close()
 
 
+SETTINGS = LedgerSettings(
+    sources=(("a", 20, 1),),
+    seed=0,
+    data_digest="d",
+    group_size=4,
+    groups_per_step=2,
+    max_staleness=1,
+    steps=9,
+)
+
+
 def test_a_look_into_a_real_redis(store: Store) -> None:
-    settings = LedgerSettings(
-        sources=(("a", 20, 1),),
-        seed=0,
-        data_digest="d",
-        group_size=4,
-        groups_per_step=2,
-        max_staleness=1,
-        steps=9,
-    )
-    Ledger(store, "supervisor").create(settings)
+    Ledger(store, "supervisor").create(SETTINGS)
     RunStore(store).report("rollout-0", {**REPORTS["rollout-0"], "time": NOW})
     Members(store).register("rollout", "rollout-0", {"pid": 5, "host": "h", "version": [1, 3]})
     RunStore(store).count_restart("reward-0", "grader 7: deadline")
@@ -157,6 +160,50 @@ def test_a_run_whose_redis_does_not_answer_is_told_from_its_folder(
         look(None, folder.join)
 
 
+def held_elsewhere(folder: RunFolder) -> None:
+    """A shared folder as another host's supervisor leaves it while it runs, or when it is killed."""
+    folder.make()
+    folder.write_run({"preset": "miniature", "state": "running"})
+    lock = {"host": "node3.elsewhere", "supervisor": {"pid": 7, "started": 1.5}}
+    folder.lock.write_text(json.dumps(lock))
+
+
+def test_a_run_that_another_host_supervises_is_asked_for_its_state(
+    tmp_path: Path, server: Any
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    held_elsewhere(folder)
+    join = server.join()
+    folder.write_join(join)
+    store = connect(join, name="test")
+    Ledger(store, "supervisor").create(SETTINGS)
+    Members(store).register("rollout", "rollout-0", {"pid": 5, "host": "node3", "version": [1, 3]})
+    store.close()
+    made = look(folder, folder.join)
+    assert (made.state, made.supervisor, made.problem) == ("running", None, "")
+    assert [one.member for one in made.members] == ["rollout-0"]
+    # Its end is in the record, though its name stays in the lock.
+    folder.write_run({"preset": "miniature", "state": "stopped"})
+    made = look(folder, folder.join)
+    assert (made.state, made.members) == ("stopped", ())
+
+
+def test_where_that_redis_does_not_answer_it_is_said_who_supervises_the_run(
+    tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.launch.board.look.ANSWER_SECONDS", 0.1)
+    folder = RunFolder(tmp_path / "run")
+    held_elsewhere(folder)
+    with servers.running(tmp_path) as server:
+        folder.write_join(server.join())
+    said = "supervised by process 7 on node3.elsewhere, whose Redis doesn't answer here: "
+    made = look(folder, folder.join)
+    assert (made.state, made.members) == ("running", ())
+    assert made.problem.startswith(said)
+    folder.join.unlink()
+    assert "join.json is missing" in look(folder, folder.join).problem
+
+
 def test_a_finished_run_is_told_from_its_folder(finished_run: Path) -> None:
     folder = RunFolder(finished_run)
     made = look(folder, folder.join)
@@ -169,3 +216,36 @@ def test_a_finished_run_is_told_from_its_folder(finished_run: Path) -> None:
     assert made.entropy is not None
     assert any("heldout at step 250" in line for line in more(made, Inspection()))
     assert folder.report.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_has_failed_is_told_so_though_its_external_redis_answers(
+    tmp_path: Path, server: Any
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    join = server.join()
+    folder.write_join(join)
+    folder.config.write_text("replay: {redis_url: 'redis://elsewhere:6379'}\nrun: {steps: 9}\n")
+    folder.write_run({"preset": "miniature", "state": "failed"})
+    folder.metrics.write_text("".join(json.dumps(record(step)) + "\n" for step in (1, 2)))
+    store = connect(join, name="test")
+    Ledger(store, "supervisor").create(SETTINGS)
+    RunStore(store).set_state("running")
+    store.close()
+    made = look(folder, folder.join)
+    assert (made.state, made.seconds_left, made.term) == ("failed", None, 0)
+
+
+def test_a_run_that_ends_before_its_last_step_is_measured_by_its_end(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    folder.config.write_text("run: {steps: 1000, last_step: 50}\n")
+    folder.write_run({"preset": "miniature", "state": "finished"})
+    folder.metrics.write_text(json.dumps(record(50)) + "\n")
+    made = look(folder, folder.join)
+    assert (made.step, made.total_steps) == (50, 50)
+    # The ledger knows all steps, and the learner hasn't reported yet.
+    begun = assemble(
+        replace(KNOWN, total_steps=50), History(), facts(steps=1000, reports={}), now=NOW
+    )
+    assert begun.total_steps == 50

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from board_examples import ALARM
 from pty_screen import OnPty
 
 from tandem.launch.board.terminal import BYTES_PER_SECOND, FRAME_SECONDS
@@ -195,3 +196,23 @@ def test_a_message_cannot_move_the_cursor(start: Start, script: Path) -> None:
     view.await_text(shows(" 1/250 "))
     tell(script, 1, "evil\x1b[2J\x07 text")
     view.await_text(shows("said before\nevil\\u001b[2J\\u0007 text\n─ miniature"))
+
+
+@pytest.mark.parametrize("keeps", ["", "tandem.common.disk.keep_streams()\n"])
+def test_an_alarm_is_said_where_the_encoding_lacks_its_characters(keeps: str) -> None:
+    program = (
+        "import tandem.common.disk\n"
+        "from tandem.common.printable import guard_output\n"
+        "from tandem.launch.board.terminal import Terminal\n"
+        f"guard_output()\n{keeps}"
+        f"Terminal(plain=True).say({ALARM!a})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == ALARM.encode("ascii", "backslashreplace") + b"\n"

@@ -159,3 +159,17 @@ def test_an_alarm_of_the_learner_is_told_once_live_and_after_the_end() -> None:
 def test_why_the_figures_are_old_is_told() -> None:
     made = assemble(KNOWN, History(), facts(), problem="Redis at h:1 didn't answer", now=NOW)
     assert any("didn't answer" in line.plain for line in draw(made, 80))
+
+
+def test_of_several_held_out_sets_the_first_of_the_settings_is_shown_by_name() -> None:
+    known, made = replace(KNOWN, held_out=("math", "aime")), history(40)
+
+    def told() -> str:
+        return "\n".join(line.plain for line in draw(assemble(known, made, now=NOW), 100))
+
+    for name, accuracy in (("aime", 0.75), ("math", 0.25)):
+        assert "held-out" not in told()
+        figures = {f"eval/{name}/accuracy": accuracy, f"eval/{name}/problems": 30}
+        made.add({"step": 40, "eval/id": f"{name}@40", **figures})
+    assert "held-out  25.0% at step 40 (30 problems of math)" in told()
+    assert "of heldout" not in "\n".join(text(100))

@@ -13,6 +13,7 @@ import pytest
 
 import tandem.launch
 from tandem.common.errors import DataError, DeadlineError, TandemError
+from tandem.common.run_folder import RunFolder
 from tandem.launch.notebook.handle import Run
 
 QUICK = {
@@ -109,6 +110,33 @@ def test_a_stop_is_one_signal_since_a_second_one_ends_everything_at_once(tmp_pat
         assert process.stdout.readline() == b"ready\n"
         Run(tmp_path, process=process).stop(30)
         assert process.stdout.read() == b"1\n"
+
+
+def test_a_run_has_a_summary_while_it_is_finished_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    folder.summary.write_text('{"steps": 50}')
+    run = Run(folder.path)
+    # It is finished, goes on with more steps, and is stopped.
+    for state, summary in (("finished", {"steps": 50}), ("running", None), ("stopped", None)):
+        folder.write_run({"state": state})
+        assert run.summary == summary
+        assert run.wait(10) == summary
+
+
+def test_stages_have_a_summary_while_all_of_them_are_finished(tmp_path: Path) -> None:
+    top = RunFolder(tmp_path)
+    top.stages.write_text('{"stages": ["sft", "rl"]}')
+    top.summary.write_text('{"steps": 50}')
+    stages = [RunFolder(top.path / name) for name in ("sft", "rl")]
+    for state, summary in (("finished", {"steps": 50}), ("running", None)):
+        for stage in stages:
+            stage.make()
+            stage.write_run({"state": "finished"})
+        stages[-1].write_run({"state": state})
+        assert Run(top.path).summary == summary
+    stages[-1].run_json.unlink()
+    assert Run(top.path).summary is None
 
 
 def test_a_refused_run_raises_what_the_command_says(

@@ -115,6 +115,22 @@ def test_a_line_has_the_figures_and_the_time_left(metrics: Path) -> None:
     ]
 
 
+def test_a_line_has_the_accuracy_on_the_first_of_several_held_out_sets(metrics: Path) -> None:
+    def evaluated(name: str, accuracy: float) -> str:
+        return (
+            json.dumps({"step": 0, "eval/id": f"{name}@0", f"eval/{name}/accuracy": accuracy})
+            + "\n"
+        )
+
+    said: list[str] = []
+    watched = Progress(metrics, total=40, every=10, say=said.append, held_out=("math", "zebra"))
+    write(metrics, evaluated("zebra", 0.5), *(record(step) for step in range(1, 11)))
+    write(metrics, evaluated("math", 0.125), *(record(step) for step in range(11, 21)))
+    watched.update()
+    assert "held-out" not in said[0]
+    assert said[1].split("  ")[2] == "held-out math 12.5% (step 0)"
+
+
 def test_an_alarm_is_told_with_the_next_line_and_once(metrics: Path) -> None:
     said: list[str] = []
     watched = progress(metrics, said)
@@ -210,7 +226,7 @@ def test_the_summary_adds_up_what_was_trained(tmp_path: Path) -> None:
     assert made["idle_shares"] == {"learner": 0.2, "rollout": 0.2}
     assert made["packages"]["numpy"]
     text = "\n".join(summary.table(made, folder))
-    assert "0.0% -> 75.0% (500 problems)" in text
+    assert "0.0% -> 75.0% (500 problems of heldout)" in text
     assert "1:01" in text
     assert "rollout 20%" in text
     summary.write(folder, made)

@@ -121,6 +121,23 @@ def test_another_process_goes_on_where_the_last_one_was(folder: RunFolder) -> No
     assert recorder.rows == [(2, 3, {"train/loss": 1.5})]
 
 
+def test_a_step_that_stopped_the_run_is_sent_again_once_it_is_trained(folder: RunFolder) -> None:
+    halted = {name: value for name, value in step(2).items() if name != "train/loss"}
+    halted["train/applied"] = 0.0
+    write(folder, step(1), halted)
+    assert following(folder, Recorder()).catch_up() == 2
+    # It stops there once more, from which a tracker that was started anew has nothing to send.
+    assert following(folder, Recorder()).catch_up() == 0
+    # The learner has set the record aside, and goes on with learner.ratio_check.on_alarm=tell.
+    folder.metrics.unlink()
+    write(folder, step(1), step(2, **{"train/applied": 1.0}), step(3))
+    recorder = Recorder()
+    assert following(folder, recorder).catch_up() == 2
+    assert [(row, number) for row, number, _ in recorder.rows] == [(2, 2), (3, 3)]
+    assert recorder.rows[0][2] == {"train/loss": 1.0, "train/applied": 1.0}
+    assert following(folder, Recorder()).catch_up() == 0
+
+
 def test_how_held_out_pairs_are_preferred_is_sent_beside_their_step(folder: RunFolder) -> None:
     pairs = {"step": 2, "term": 1, "time": 1002.5, "heldout/preference_pairs": 8.0}
     write(folder, step(1), step(2), pairs)
