@@ -208,6 +208,11 @@ def _writing(place: Path) -> Iterator[None]:
     """Tells in one message why a folder can't be written."""
     try:
         yield
+    except ValueError as error:
+        raise DataError(
+            f"{place} can't be written: transformers refuses the model: {' '.join(str(error).split())}: mend the "
+            f"config files of the base model"
+        ) from None
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         way_out = "look at its permissions"

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.errors import DataError
 from ...common.models import read_model_config
+from ...common.objectives.keys import EQUAL_REWARDS
 from ...common.records import ExpertTrace, FinishReason, Group, Problem, Sample, Source, Verdict
 from ...common.seeds import keyed_generator
 from ...replay import archive
@@ -282,7 +283,7 @@ class ArchiveReader:
         for right, wrong in ((one.right[r], one.wrong[w]) for r, w in chosen):
             assert right.reward is not None
             assert wrong.reward is not None
-            if right.reward <= wrong.reward:
+            if right.reward - wrong.reward <= EQUAL_REWARDS:
                 counts.filter("pairs whose wrong sample is paid as much", 1)
                 continue
             counts.add_pair(len(right.tokens) - len(wrong.tokens))

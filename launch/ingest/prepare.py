@@ -260,21 +260,22 @@ def _check_source(source: SourceConfig | EvalSetConfig, path: Path) -> None:
 def _check_pairs(config: Config, problems: Sequence[Problem]) -> None:
     """Refuses data without the pairs that the objective or the settings ask for."""
     objective, share = config.learner.objective, config.data.heldout_pairs
+    none = "no source has pairs of them (chosen and rejected)"
     if any(len(problem.trace_ids) > 1 for problem in problems):
         held_out(problems, share, config.run.seed)
-        return
-    none = "no source has pairs of them (chosen and rejected)"
-    if objective.unit == "group":
+    elif objective.unit == "group":
         raise DataError(
             f"learner.objective.name={objective.name} compares two responses to one question, and {none}: "
             f"name one that has, or choose sft"
         )
-    if share:
+    elif share:
         raise DataError(f"data.heldout_pairs={share:g} holds out pairs, and {none}: set it to 0")
-    if objective.baseline not in WITHOUT_GROUP:
+    single = sum(len(problem.trace_ids) == 1 for problem in problems)
+    if single and objective.unit == "row" and objective.baseline not in WITHOUT_GROUP:
         raise DataError(
             f"learner.objective.name={objective.name} with advantage={objective.baseline} compares the "
-            f"responses to one question, and {none}: set learner.objective.advantage=none"
+            f"responses to one question, and {single:,} of {len(problems):,} questions have only one: set "
+            f"learner.objective.advantage=none"
         )
 
 

@@ -32,6 +32,8 @@ SHARD = "5GB"
 """Most bytes of a weights file, unless a single tensor is larger."""
 TEMPLATES = "additional_chat_templates"
 """Where transformers keeps the chat templates of a tokenizer that has several."""
+GENERATION = "generation_config.json"
+"""Where transformers keeps how a model is sampled from."""
 
 
 def entries(
@@ -81,8 +83,8 @@ def write_model(
         tensors: names and tensor of each entry, see :func:`entries`. Each is used before the next is taken.
         folder: replaced if it exists.
         base: the folder that the model was loaded from, or its name on the hub. Its tokenizer, chat template and
-            config files are copied byte for byte, so that whatever reads the base reads the result. None = there
-            are none to copy.
+            config files are copied byte for byte, so that whatever reads the base reads the result. One without
+            a generation config gives the result none either. None = there are none to copy.
         dtype: what the config says of the tensors.
         shard: most bytes of a weights file, as transformers takes it. If there are several, an index says which
             tensor is in which.
@@ -95,11 +97,28 @@ def write_model(
             for mapped in [_mapped(one, staging)]
             for name in names
         }
-        model.save_pretrained(staging, state_dict=kept, max_shard_size=shard)
+        with _fresh_generation_config(model):
+            model.save_pretrained(staging, state_dict=kept, max_shard_size=shard)
+        # What the base has is copied; without one, readers take the same from config.json as they do for the base.
+        (staging / GENERATION).unlink(missing_ok=True)
         if base is not None and (side := _side_folder(base)) is not None:
             _copy_side_files(side, staging, dtype)
 
     write_folder(folder, fill)
+
+
+@contextmanager
+def _fresh_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """The model with a generation config that transformers writes: it refuses many that it loads, such as a
+    temperature without do_sample."""
+    from transformers import GenerationConfig
+
+    own = getattr(model, "generation_config", None)  # Models that can't generate have none.
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def write_adapters(

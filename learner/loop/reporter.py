@@ -154,14 +154,17 @@ class Reporter:
         return text
 
     def archive(self, batch: StepBatch) -> None:
-        """Keeps the step's groups. A step that is trained again has the same ones."""
+        """Keeps the step's groups. A step that is trained again has the same ones.
+
+        Groups of another archive keep the step that they have there, by which their spans count.
+        """
         path = self._folder.archive / archive.file_name(batch.step)
         if path.exists():
             return
         path.parent.mkdir(exist_ok=True)
         groups = [
             archive.ArchivedGroup(
-                step=batch.step,
+                step=batch.step - mixed.later,
                 place=place,
                 group=mixed.group,
                 traces=mixed.traces,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from ...common.objectives.keys import EQUAL_REWARDS
 from .finite import finite, widened
 
 
@@ -109,13 +110,13 @@ def cpo(
 
 
 def pairs_of_groups(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """``[P]`` row indices of the chosen and of the rejected rows: every pair of rows in a group with
-    different rewards, so that neither the order of rows nor ties matter.
+    """``[P]`` row indices of the chosen and of the rejected rows: every pair of rows in a group whose
+    rewards differ by more than :data:`EQUAL_REWARDS`, so that neither the order of rows, nor ties, nor rounding matter.
 
     Args:
         rewards: ``[R]`` rewards.
         group: ``[R]`` int64, index of each row's group.
     """
-    better = (rewards[:, None] > rewards[None]) & (group[:, None] == group[None])
+    better = (rewards[:, None] - rewards[None] > EQUAL_REWARDS) & (group[:, None] == group[None])
     chosen, rejected = torch.nonzero(better, as_tuple=True)
     return chosen, rejected

@@ -62,7 +62,10 @@ def describe(step: int, groups: Sequence[MixedGroup], *, compared: bool = True) 
             figures["replay/prefix_share"] = _mean(shares)
         figures |= _episodes([s for s in samples if s.episode is not None])
         ages = [
-            step - 1 - oldest for sample in samples if (oldest := sample.oldest_step) is not None
+            step - 1 - mixed.later - oldest
+            for mixed, members in zip(groups, sampled, strict=True)
+            for sample in members
+            if (oldest := sample.oldest_step) is not None
         ]
         if ages:
             figures["replay/staleness_mean"] = _mean(ages)
@@ -243,6 +246,8 @@ def text_of(step: int, mixed: MixedGroup, decode: Decode | None = None) -> dict[
     ]
     return {
         "step": step,
+        # An archive's spans count the steps of the run that made it.
+        **({"later": mixed.later} if mixed.later else {}),
         "group_id": group.group_id,
         "problem_id": group.problem_id,
         "data_source": group.data_source,

@@ -210,14 +210,15 @@ class Srft(Luffy):
         own_tokens = max(scalars["own_tokens"], 1.0)
         expert_tokens = max(scalars["expert_tokens"], 1.0)
         kept = rows.kept & rows.by_token(rows.teaching)
+        counted = self._likely_left_out(rows, kept)
         logprobs = widened(scored(rows, kept))
         positive = rows.by_token(rows.rewards > 0)
         raised = _bounded_exp(scalars["entropy_own"] / own_tokens)
         lowered = _bounded_exp(-scalars["entropy_expert"] / expert_tokens)
         pressed = logprobs.new_tensor(-self.POSITIVE_WEIGHT * raised)
         weight = torch.where(positive, pressed, torch.ones_like(pressed))
-        own = where(kept & ~rows.expert, weight * logprobs).sum() / own_tokens
-        sft = where(kept & rows.expert, -logprobs).sum() / expert_tokens
+        own = where(counted & ~rows.expert, weight * logprobs).sum() / own_tokens
+        sft = where(counted & rows.expert, -logprobs).sum() / expert_tokens
         sft = self.SFT_WEIGHT * lowered * sft
         sums["loss_own"] = own.detach()
         sums["loss_expert"] = sums["loss_expert"] + sft.detach()

@@ -267,7 +267,8 @@ class PolicyGradient(Objective):
     def _clip_decides(
         self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``[N]`` bool each: over the upper clip, under the lower one, over the dual one."""
+        """``[N]`` bool each: where the clip decides among tokens with A > 0, among those with A < 0, and where the dual
+        one does."""
         low, high, dual = self.clips.values()
         none = torch.zeros_like(own)
         if low is None and high is None and dual is None:
@@ -367,6 +368,20 @@ class Cispo(PolicyGradient):
             clip_low=self.clips["clip_low"],
             clip_high=self.clips["clip_high"],
         )
+
+    def _clip_decides(
+        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # A weight is bounded on both sides, whatever the sign of A.
+        low, high, _ = self.clips.values()
+        weight = self.clip_ratios(rows, logprobs, behaviour, own)
+        bounded = torch.zeros_like(own)
+        if low is not None:
+            bounded = bounded | (weight < 1 - low)
+        if high is not None:
+            bounded = bounded | (weight > 1 + high)
+        bounded = own & bounded
+        return bounded & (advantages > 0), bounded & (advantages < 0), torch.zeros_like(own)
 
 
 @register("tis")

@@ -73,7 +73,8 @@ class RlSftLoss(PolicyGradient):
         policy, sft = self.coefficients(scalars)
         kept = rows.expert & rows.kept & rows.by_token(rows.teaching)
         losses = self.supervised(widened(scored(rows, kept)))
-        part = where(kept, losses).sum() / max(scalars["expert_tokens"], 1.0)
+        counted = self._likely_left_out(rows, kept)
+        part = where(counted, losses).sum() / max(scalars["expert_tokens"], 1.0)
         part = sft * part
         sums["loss_expert"] = part.detach()
         return (total if policy == 1.0 else policy * total) + part, sums

@@ -44,6 +44,9 @@ class MixedGroup:
     """The traces that are its expert rows."""
     replaced: tuple[Sample, ...] = ()
     """Own samples that the traces have replaced; they are reported but not trained on."""
+    later: int = 0
+    """The step that trains on it, less the step of the run that sampled it, which its spans count by: 0 but for an
+    archive's groups."""
 
 
 def rows_of(
@@ -95,7 +98,6 @@ def rows_of(
     expert = source[counted] == _EXPERT
     behaviour = _joined([sample.logprobs for sample in samples], np.float32)[counted]
     known = np.isfinite(behaviour)
-    steps = _joined([_steps(sample) for sample in samples], np.int64)[counted]
     heat = np.array([sample.sampling.temperature for sample in samples], np.float32)[row]
     for name, which in (("own", ~expert), ("expert", expert)):
         if name in plain_temperature:
@@ -114,7 +116,10 @@ def rows_of(
         "expert": expert,
         "behaviour": np.where(known, behaviour, np.float32(0)),
         "known": known,
-        "lag": np.where(steps == NO_LAG, NO_LAG, step - 1 - steps),
+        "lag": _joined(
+            [_lags(sample, step - 1 - groups[number].later) for number, _, sample in members],
+            np.int64,
+        )[counted],
         "temperature": heat,
         "rewards": np.array([sample.reward for sample in samples], np.float64),
         "token_rewards": _token_rewards(samples, responses, source),
@@ -179,12 +184,13 @@ def _is_late(sample: Sample) -> bool:
     return sample.finish_reason is _DEADLINE
 
 
-def _steps(sample: Sample) -> NDArray[np.int64]:
-    """``[L]`` step of the version that sampled each token; −1 for tokens that none sampled."""
-    steps = np.full(len(sample.tokens), NO_LAG, np.int64)
+def _lags(sample: Sample, newest: int) -> NDArray[np.int64]:
+    """``[L]`` steps between the version that sampled each token and the one of step ``newest``; −1 for tokens that
+    none sampled."""
+    lags = np.full(len(sample.tokens), NO_LAG, np.int64)
     for span in sample.spans:
-        steps[span.start : span.end] = span.step
-    return steps
+        lags[span.start : span.end] = newest - span.step
+    return lags
 
 
 def _turns(sample: Sample) -> NDArray[np.int32]:

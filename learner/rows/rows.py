@@ -187,19 +187,26 @@ class Rows:
         return replace(self, **changed)
 
     def mismatched(self) -> Rows | None:
-        """Every prompt with another prompt's response, which each row has once; None if all rows are of one
-        group.
+        """Every prompt with another prompt's response; None if all rows have one prompt.
 
         Rows are taken group by group, first each group's first row, then each group's second, and so on; each
-        gets the response of the one before it, and the first that of the last.
+        gets the response of the last one before it that has another prompt; before the first comes the last one.
         """
-        if not self.count or bool((self.group == self.group[0]).all()):
+        spans = zip(self.starts.tolist(), self.prompt_lengths.tolist(), strict=True)
+        prompts = [self.ids[first : first + length].numpy().tobytes() for first, length in spans]
+        if len(set(prompts)) < 2:
             return None
         place = torch.arange(self.count)
         place = place - torch.searchsorted(self.group, self.group)
-        order = torch.argsort(place * (int(self.group.max()) + 1) + self.group)
-        partner = torch.empty_like(order)
-        partner[order] = order.roll(1)
+        order = torch.argsort(place * (int(self.group.max()) + 1) + self.group).tolist()
+        partner = torch.zeros(self.count, dtype=torch.int64)
+        before = unlike = order[-1]
+        # Twice around, since the first time not all is known that comes before the first ones.
+        for row in order + order:
+            if prompts[row] != prompts[before]:
+                unlike = before
+            partner[row] = unlike
+            before = row
         other = self.select(partner)
         starts = (self.prompt_lengths + other.response_lengths).cumsum(0)
         starts -= self.prompt_lengths + other.response_lengths

@@ -19,7 +19,7 @@ from ...common.config import Config
 from ...common.errors import DataError, StoreError
 from ...common.models import read_model_config
 from ...common.objectives.experts import ExGrpo
-from ...common.records import ExpertTrace, Group, Sample
+from ...common.records import ExpertTrace, Group
 from ...common.seeds import keyed_generator
 from ...replay import archive
 from ...replay.archive import ArchivedGroup
@@ -393,7 +393,8 @@ class ArchiveSource(StoredSource):
     """Groups of an archive: step n trains on the n-th step of the archive as it was, and after the last
     one on the first again.
 
-    The learner's own version then counts from this run's start, so tokens keep the lag that they had.
+    Spans count the steps of the run that made it, and the learner's version those of this run: each group says how
+    far apart they are (:attr:`MixedGroup.later`), so tokens keep the lag that they had.
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
@@ -411,9 +412,14 @@ class ArchiveSource(StoredSource):
         ids = []
         for one in place.read():
             self._check(one)
-            samples = tuple(_later(sample, step - one.step) for sample in one.group.samples)
-            group = replace(one.group, samples=samples)
-            groups.append(MixedGroup(group=group, traces=one.traces, replaced=one.replaced))
+            groups.append(
+                MixedGroup(
+                    group=one.group,
+                    traces=one.traces,
+                    replaced=one.replaced,
+                    later=step - one.step,
+                )
+            )
             ids.append(one.group.group_id)
         row = {
             "step": step,
@@ -442,14 +448,6 @@ class ArchiveSource(StoredSource):
                 f"{where} has token {highest}, and the model of model.path={self._config.model.path} "
                 f"knows {self._vocabulary:,}: the archive is of a model with another tokenizer"
             )
-
-
-def _later(sample: Sample, steps: int) -> Sample:
-    """The sample as if it had been drawn that many steps later."""
-    if steps == 0:
-        return sample
-    spans = tuple(replace(span, step=max(0, span.step + steps)) for span in sample.spans)
-    return replace(sample, spans=spans)
 
 
 def source_of(config: Config, ledger: Ledger, runs: RunStore) -> BatchSource:

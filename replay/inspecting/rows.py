@@ -164,7 +164,7 @@ def of_record(record: Mapping[str, Any]) -> Iterator[LogSample]:
             "data_source": record.get("data_source"),
             "source": row.get("source"),
             "versions": " ".join(row.get("versions") or ()) or None,
-            "staleness": step - 1 - min(steps) if steps else None,
+            "staleness": step - 1 - record.get("later", 0) - min(steps) if steps else None,
             "replaced": row.get("replaced"),
             "trace_id": row.get("trace_id"),
             "worker": record.get("worker"),

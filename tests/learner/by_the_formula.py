@@ -477,7 +477,7 @@ def _pairs(case: Case) -> list[tuple[int, int]]:
         (w, l)
         for w in rows
         for l in rows  # noqa: E741 - the letter of the papers
-        if case.group[w] == case.group[l] and case.rewards[w] > case.rewards[l]
+        if case.group[w] == case.group[l] and case.rewards[w] - case.rewards[l] > 1e-6
     ]
 
 

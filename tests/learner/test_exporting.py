@@ -132,6 +132,60 @@ def test_in_several_files_it_has_an_index_and_tied_weights_once(kept: Make, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 
 
+@pytest.mark.parametrize(
+    ("generation", "model"),
+    [
+        ({"temperature": 0.9, "top_p": 0.6, "eos_token_id": [1, 2]}, {}),
+        ({"pad_token_id": -1}, {}),
+        # As in older folders, whose readers take these from config.json.
+        (None, {"temperature": 0.9}),
+    ],
+    ids=["temperature without sampling", "negative pad", "in config.json"],
+)
+def test_a_generation_config_is_the_bases_also_if_transformers_refuses_to_write_it(
+    generation: dict[str, Any] | None,
+    model: dict[str, Any],
+    base: Path,
+    tmp_path: Path,
+    states: ModuleType,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    own = tmp_path / "base"
+    shutil.copytree(base, own)
+    file = own / "generation_config.json"
+    if generation is None:
+        file.unlink()
+    else:
+        file.write_text(json.dumps(generation))
+    config = own / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | model))
+    loaded = AutoModelForCausalLM.from_pretrained(own).generation_config
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        loaded.save_pretrained(tmp_path)
+    run = Kept(tmp_path / "run", states.engine_at(0, "float32", own), states)
+    run.engine.model.generation_config = loaded
+    run.save(1, export=True)
+    assert run.engine.model.generation_config is loaded
+    for place in (run.folder.path / "1", export(run.folder, run.config).place):
+        found = place / file.name
+        assert found.exists() == file.exists()
+        if generation is not None:
+            assert found.read_bytes() == file.read_bytes()
+        again = AutoModelForCausalLM.from_pretrained(place).generation_config
+        assert again.to_dict() == loaded.to_dict()
+
+
+def test_what_transformers_refuses_to_write_is_told_in_one_message(kept: Make) -> None:
+    run = kept()
+    run.save(1)
+    with pytest.raises(
+        DataError, match=r"can't be written: transformers refuses the model: .*Got 'lots'"
+    ):
+        export(run.folder, run.config, shard="lots")
+    assert not list(run.folder.path.glob("model-*"))
+
+
 def test_a_step_that_is_not_kept_is_refused_with_those_that_are(kept: Make) -> None:
     run = kept()
     for step in (2, 4, 6):

@@ -236,7 +236,7 @@ def test_pairs_are_groups_of_a_right_and_a_wrong_sample(objective: str) -> None:
 
 def test_a_wrong_sample_that_is_paid_as_much_is_no_rejected_one() -> None:
     archived(
-        group(0, [Drawn(A), Drawn(C, WRONG, reward=1.0), Drawn(D, WRONG)], prompt=(5, 6)),
+        group(0, [Drawn(A), Drawn(C, WRONG, reward=1.0 - 1e-9), Drawn(D, WRONG)], prompt=(5, 6)),
     )
     made = prepared("{path: kept, pairs: {rule: all}}", objective="dpo")
     assert tokens_of(made) == [A, D]

@@ -615,6 +615,22 @@ def test_labels_are_verdicts(made: Path) -> None:
     assert [text for _, text, *_ in judged(offline("sft"))] == ["1"]
 
 
+def test_a_labelled_row_among_pairs_needs_an_advantage_of_its_own(made: Path) -> None:
+    """It is alone in its group, so a group's mean would give it the advantage 0."""
+    own_rows(made, PAIR)
+    label = {"prompt": "5+2=?<think>", "completion": "7", "label": True}
+    (made / "labelled.jsonl").write_text(json.dumps(label) + "\n")
+    both = "data.train=[{path: d/own.jsonl}, {path: d/labelled.jsonl}]"
+    with pytest.raises(
+        DataError,
+        match=r"1 of 2 questions have only one: set learner\.objective\.advantage=none$",
+    ):
+        offline("kto", both)
+    assert len(offline("kto", both, "learner.objective.advantage=none").traces) == 3
+    # Pairs alone may be compared.
+    assert len(offline("kto").traces) == 2
+
+
 def test_without_a_gold_answer_a_response_is_taken_as_right_offline_only(made: Path) -> None:
     plain = {"prompt": "1+2=?<think>", "response": "3"}
     own_rows(made, plain, {**plain, "gold": "7"}, {**plain, "gold": "3", "response": "it's 3"})

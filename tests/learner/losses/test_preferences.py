@@ -92,3 +92,10 @@ def test_every_pair_of_a_groups_rows_with_different_rewards_counts() -> None:
     chosen, rejected = pairs_of_groups(rewards, torch.tensor([0, 0, 0, 0, 1]))
     found = set(zip(chosen.tolist(), rejected.tolist(), strict=True))
     assert found == {(0, 1), (0, 3), (2, 1), (2, 3)}
+
+
+def test_rewards_that_differ_by_rounding_make_no_pair() -> None:
+    rewards = torch.tensor([0.1 + 0.2, 0.3, 1.0], dtype=torch.float64)
+    assert rewards[0] > rewards[1]
+    chosen, rejected = pairs_of_groups(rewards, torch.zeros(3, dtype=torch.int64))
+    assert list(zip(chosen.tolist(), rejected.tolist(), strict=True)) == [(2, 0), (2, 1)]

@@ -306,6 +306,38 @@ def test_a_token_of_a_malformed_turn_is_out_of_the_loss(name: str, hand: ModuleT
     assert before != after
 
 
+# GSPO's ratio is that of a row, of which its likely tokens are a part.
+@pytest.mark.parametrize(
+    "name",
+    [name for name in NAMES if "max_probability" in reads(OBJECTIVES[name]) and name != "gspo"],
+)
+def test_a_token_that_is_too_likely_is_out_of_the_loss(name: str, hand: ModuleType) -> None:
+    these = hand.random_rows(2)
+    likely = torch.arange(len(these.row)) % 3 == 0
+    assert (likely & these.expert).any()
+    assert (likely & ~these.expert).any()
+    logprobs = these.logprobs.clamp(max=math.log(0.85)).masked_fill(likely, math.log(0.95))
+    # As far from the behaviour policy as before, so that no clip has stopped them already.
+    shift = logprobs - these.logprobs
+    these = these.with_columns(
+        behaviour=torch.where(these.known, these.behaviour + shift, 0.0),
+        proximal=these.proximal + shift,
+    )
+
+    def gradient(most: float | None) -> torch.Tensor:
+        objective = with_those_it_reads(name, entropy_coefficient=0.0, max_probability=most)
+        leaf = logprobs.clone().requires_grad_()
+        filled = hand.filled(objective, these, leaf)
+        objective.loss(filled, hand.scalars_of(objective, filled))[0].backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert gradient(None)[likely].any()
+    found = gradient(0.9)
+    assert not found[likely].any()
+    assert found[~likely].any()
+
+
 @pytest.mark.parametrize("name", ["dpo", "cpo", "orpo"])
 def test_a_row_of_malformed_turns_alone_is_in_no_pair(name: str, hand: ModuleType) -> None:
     objective = make(name)

@@ -345,3 +345,27 @@ def test_a_log_prob_that_is_no_number_is_left_to_the_loss_to_refuse(hand: Module
     for name in ("grpo", "gspo", "decoupled_ppo"):
         found = make(name).clipped(these, torch.full_like(these.behaviour, math.nan))
         assert not found.any()
+
+
+def test_the_clip_of_cispo_is_told_by_the_weights_that_it_bounds(hand: ModuleType) -> None:
+    """ρ of 6, 1 and 0.1 within [0.2, 5], of tokens with A > 0 and with A < 0."""
+    ratios = torch.tensor([6.0, 1.0, 1.0, 6.0, 0.1, 1.0], dtype=F64)
+    behaviour = torch.full((6,), -3.0, dtype=F64)
+    these = hand.rows(
+        torch.tensor([0, 0, 0, 1, 1, 1]),
+        torch.zeros(6, dtype=torch.bool),
+        behaviour,
+        torch.tensor([1.0, -1.0], dtype=F64),
+        logprobs=behaviour + ratios.log(),
+    )
+    told, decided = clip_figures(make("cispo", clip_low=0.8), these, hand)
+    assert decided == [True, False, False, True, True, False]
+    assert told == {
+        "clip_fraction_positive": pytest.approx(1 / 3),
+        "clip_fraction_negative": pytest.approx(2 / 3),
+        "clip_fraction_dual": 0.0,
+    }
+    # By default only from above; a row whose advantage is 0 has no loss for it to decide about.
+    assert clip_figures(make("cispo"), these, hand)[1] == [True, False, False, True, False, False]
+    idle = these.with_columns(advantages=torch.zeros(2, dtype=F64))
+    assert not any(clip_figures(make("cispo"), idle, hand)[1])

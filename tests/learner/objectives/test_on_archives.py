@@ -16,15 +16,20 @@ from msgspec.structs import replace
 from tandem.common.errors import DataError
 from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import FinishReason, Source
+from tandem.common.run_folder import RunFolder
+from tandem.common.telemetry import Clock
 from tandem.launch.cli import main
 from tandem.launch.host.archive_check import check_archive
 from tandem.learner.engine.critic import load_critic
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
-from tandem.learner.rows.groups import MixedGroup
+from tandem.learner.loop.reporter import Reporter
+from tandem.learner.metrics.reports import describe, text_of
+from tandem.learner.rows.groups import MixedGroup, rows_of
 from tandem.learner.rows.sources import ArchiveSource
 from tandem.learner.updates.updates import Updates
 from tandem.replay import archive
 from tandem.replay.archive import ArchivedGroup
+from tandem.replay.inspecting.rows import of_record
 from tandem.replay.ledger_records import Waiting
 
 STEPS = 2
@@ -299,3 +304,37 @@ def test_the_refusal_names_those_that_would_learn_and_nothing_is_started(
     assert "no group has an expert trace: choose one of grpo, dr_grpo, " in said
     assert "sft," not in said.partition("choose one of")[2]
     assert [path.name for path in tmp_path.iterdir()] == ["archive"]
+
+
+def test_tokens_of_an_archive_keep_their_lag_whatever_step_takes_them(
+    made_up: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """Step 101 had been sampled by the version before its own, and is the first one now; so it is in what this run
+    tells of its samples, and where this run's own archive is trained on."""
+    folder, again = tmp_path / "archive", RunFolder(tmp_path / "again")
+    folder.mkdir()
+    again.make()
+    groups = [
+        ArchivedGroup(
+            step=101,
+            place=place,
+            group=replace(mixed.group, samples=mixed.group.samples[1:]),
+            traces=(made_up.trace(place),),
+            replaced=mixed.group.samples[:1],
+            row=None,
+        )
+        for place, mixed in enumerate(made_up.groups_of(2, step=99))
+    ]
+    archive.write(folder / archive.file_name(101), groups)
+    for source in (folder, again.archive):
+        config = config_of(made_up, source, model, {"name": "grpo"})
+        for step in (1, 2):
+            fetch = ArchiveSource(config, source).take(step, 1)
+            assert not isinstance(fetch, Waiting)
+            batch = fetch()
+            lag = rows_of(batch.groups, step=step, temperature=1.0, baseline="group_mean").lag
+            assert set(lag.tolist()) == {-1, 1}
+            assert describe(step, batch.groups)["replay/staleness_mean"] == 1
+            told = [row.metadata for row in of_record(text_of(step, batch.groups[0]))]
+            assert [one["staleness"] for one in told if one["source"] == "own"] == [1] * 4
+            Reporter(None, config, again, "learner-0", Clock(), 9).archive(batch)  # type: ignore[arg-type]

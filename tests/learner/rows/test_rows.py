@@ -290,3 +290,43 @@ def test_a_step_of_no_groups_has_no_rows() -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(DataError, match="problem a/0 has an empty prompt"):
         rows(group(sample([3]), prompt=()))
+
+
+def paired(found: Rows) -> list[tuple[list[int], list[int]]]:
+    """Prompt and response of each row."""
+    parts = []
+    sizes = zip(found.prompt_lengths.tolist(), found.response_lengths.tolist(), strict=True)
+    for start, (prompt, response) in zip(found.starts.tolist(), sizes, strict=True):
+        ids = found.ids[start : start + prompt + response].tolist()
+        parts.append((ids[:prompt], ids[prompt:]))
+    return parts
+
+
+def test_a_prompt_never_has_a_response_of_its_own_group() -> None:
+    """Two responses to one question, and one to another."""
+    found = rows(
+        group(traces=(trace([11, 2]), trace([12, 12, 2])), prompt=(7, 8)),
+        group(traces=(trace([21, 2]),), prompt=(9,)),
+    ).mismatched()
+    assert found is not None
+    assert paired(found) == [([7, 8], [21, 2]), ([7, 8], [21, 2]), ([9], [11, 2])]
+    assert found.group.tolist() == [0, 0, 1]
+
+
+def test_a_prompt_never_has_a_response_of_its_own_in_another_group() -> None:
+    """Three pairs, of which two are of the same question."""
+    found = rows(
+        group(traces=(trace([11]), trace([12])), prompt=(7, 8)),
+        group(traces=(trace([13]), trace([14])), prompt=(7, 8)),
+        group(traces=(trace([21]), trace([22])), prompt=(7,)),
+    ).mismatched()
+    assert found is not None
+    assert paired(found) == [
+        *(([7, 8], [22]), ([7, 8], [21])),
+        *(([7, 8], [22]), ([7, 8], [21])),
+        *(([7], [13]), ([7], [14])),
+    ]
+
+
+def test_one_question_in_several_groups_has_nothing_to_be_mismatched_with() -> None:
+    assert rows(group(traces=(trace([11]),)), group(traces=(trace([12]),))).mismatched() is None
