@@ -75,7 +75,6 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         f"launch.join={JOIN}",
     ]
     members = ["--drain", f"{drain:g}"]
-    shared = hosts > 1
     values: Values = {
         "name": job.name,
         "run": run,
@@ -90,9 +89,8 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "drain": f"{drain:g}",
         "grace": int(drain + MARGIN),
         "storage": site.storage,
+        "access": "ReadWriteMany" if hosts > 1 else "ReadWriteOnce",
         "storage_class": site.storage_class,
-        "own_class": None if shared else site.storage_class,
-        "results_claim": f"{job.name}-runs" if shared else f"runs-{job.name}-head-0",
         "head_args": json.dumps(head),
         "rollout_args": json.dumps(
             ["join", JOIN, "--role", "rollout", "--workers", str(site.workers), *members]
@@ -105,15 +103,13 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "preset_file": preset_file,
         "preset_text": json.dumps(job.preset_text) if is_own else None,
         "if_preset": "" if is_own else None,
-        "if_shared": "" if shared else None,
-        "if_own": None if shared else "",
     }
     names = ["head.yaml", "rollout.yaml", "network.yaml", SECRET]
     if is_own:
         names.append("preset.yaml")
-    if shared:
-        names += ["claim.yaml", "jobset.yaml" if site.jobset else "learner.yaml"]
-    if shared or config.weights.transport != "snapshot":
+    if hosts > 1:
+        names.append("jobset.yaml" if site.jobset else "learner.yaml")
+    if hosts > 1 or config.weights.transport != "snapshot":
         names.append("network-data.yaml")
     values = {**values, "resources": json.dumps(names)}
     names = ["kustomization.yaml", *names, "results.yaml"]

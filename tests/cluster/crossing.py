@@ -34,8 +34,6 @@ def findings(objects: list[Object], kustomized: set[str] | None = None) -> list[
         found += _service(name, service, pods)
     for name, policy in by_kind.get("NetworkPolicy", {}).items():
         found += _policy(name, policy, pods)
-    for one in by_kind.get("PersistentVolumeClaim", {}).values():
-        found += _quantities(one["metadata"]["name"], one["spec"]["resources"])
     return found
 
 
@@ -99,7 +97,7 @@ def _volume(who: str, volume: Object, by_kind: dict[str, dict[str, Object]]) -> 
             for claim in stateful["spec"].get("volumeClaimTemplates", ())
             for number in range(stateful["spec"]["replicas"])
         }
-        if name not in by_kind.get("PersistentVolumeClaim", {}) and name not in own:
+        if name not in own:
             yield f"{who} mounts the claim {name}, which isn't there"
     if "emptyDir" in volume and "sizeLimit" in volume["emptyDir"]:
         yield from _quantities(who, {"sizeLimit": {"size": volume["emptyDir"]["sizeLimit"]}})

@@ -82,6 +82,16 @@ def test_what_one_object_names_is_there_in_another(manifests: Path):
     assert findings(objects_of(manifests), differing(manifests)) == []
 
 
+def test_the_run_has_a_volume_that_deleting_its_objects_leaves(manifests: Path):
+    # Claims among the objects are deleted with them; those that a StatefulSet made aren't.
+    objects = objects_of(manifests)
+    assert "PersistentVolumeClaim" not in {one["kind"] for one in objects}
+    # The head's comes before the learner's.
+    (claim,) = _kind(objects, "StatefulSet")["spec"]["volumeClaimTemplates"]
+    shared = any(one["metadata"]["name"].endswith("-learner") for one in objects)
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany" if shared else "ReadWriteOnce"]
+
+
 def test_the_validators_own_command_has_nothing_to_say(tmp_path: Path):
     folder = made(tmp_path / "k8s", ["miniature", *HOSTS])
     files = [str(p) for p in folder.glob("*.yaml") if p.name != "kustomization.yaml"]
