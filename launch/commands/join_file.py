@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import sys
 from pathlib import Path
 
@@ -50,8 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
     out = output_file(arguments.out)
     if arguments.host:
         join = structs.replace(join, host=arguments.host)
-    elif join.host in ("0.0.0.0", "::"):
-        join = structs.replace(join, host=socket.getfqdn())
     write_private(out, json.dumps(sealed(structs.asdict(join))) + "\n")
     print(f"{out}: copy it to the other host (it holds the password), then run there:")
     print(f"  tandem join {out.name} --role rollout")
