@@ -142,7 +142,9 @@ def demands_of(name: str, config: Config) -> Demands:
     """What the hosts of a run ask for, one rollout worker counted whatever ``rollout.workers`` says."""
     rollout = config.rollout.model_copy(update={"workers": 1})
     config = config.model_copy(update={"rollout": rollout})
-    paper = node(machine(), needed=gpus_needed(config))
+    needed = gpus_needed(config)
+    # Other machines run it: how many GPUs this one has doesn't matter.
+    paper = node(machine(), needed=needed, gpus=needed)
     plan = planning.make(name, config, paper, planning.for_node(config, paper))
     hosts = config.learner.hosts
     ranks = config.learner.ranks // hosts

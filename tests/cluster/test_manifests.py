@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import read_join
 from tandem.launch.cli import dispatch, main
 from tandem.launch.cluster.rendering import fill
+from tandem.launch.plan import hardware
 
 HERE = Path(__file__).parent
 STORM = str(HERE.parent / "faults" / "storm.yaml")
@@ -277,6 +279,23 @@ def test_resources_are_the_plans(tmp_path: Path):
     assert worker["resources"]["limits"]["nvidia.com/gpu"] == 2
     assert head["resources"]["limits"]["nvidia.com/gpu"] == 6
     assert worker["args"][worker["args"].index("--workers") + 1] == "2"
+
+
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "skypilot"])
+def test_how_many_gpus_this_machine_has_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: str
+):
+    words = ["cluster", engine, "qwen2.5-math-7b-luffy-8gpu"]
+    assert dispatch(words) == 0
+    before = capsys.readouterr().out
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "0, NVIDIA H100 80GB HBM3, 81559, GPU-7f57f032"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert len(hardware.gpus()) == 1
+    assert dispatch(words) == 0
+    assert capsys.readouterr().out == before
 
 
 def test_a_place_without_a_value_is_named():
