@@ -10,7 +10,7 @@ from pathlib import Path
 from ...common.errors import ConfigError
 from ...common.models import resolve
 from .demand import Demand, Job
-from .join import kept_text, new_join, port_range, text_of
+from .join import new_join, port_range, read_kept, text_of
 from .rendering import Values, render
 
 MARGIN = 30.0
@@ -60,7 +60,8 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
     ports = port_range(config)
     drain = config.launch.drain_seconds
     host = f"{job.name}-head.{site.namespace}.svc"
-    join = kept_text(site.out / SECRET, in_secret=True) if site.out is not None else None
+    kept = None if site.out is None else read_kept(site.out / SECRET, in_secret=True)
+    join = new_join(config, host, kept)
     is_own = job.preset_text is not None
     run = job.name.removeprefix("tandem-")
     # A key of a ConfigMap can't have every name that a file can.
@@ -99,7 +100,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         **_resources("head", demands.head),
         **_resources("rollout", demands.rollout, site.workers),
         **_resources("learner", demands.learner),
-        "join_json": json.dumps(join or text_of(new_join(config, host))),
+        "join_json": json.dumps(text_of(join)),
         "preset_file": preset_file,
         "preset_text": json.dumps(job.preset_text) if is_own else None,
         "if_preset": "" if is_own else None,

@@ -92,3 +92,20 @@ def test_a_copy_for_another_host_keeps_the_address_of_an_existing_redis(
         # Of a server on the head itself only the head has that address.
         assert dispatch([*words, "--host", "10.1.2.3"]) == 0
         assert read_join(copy).host == "10.1.2.3"
+
+
+def test_made_again_it_keeps_the_id_of_the_run_and_a_password_for_its_own_server_alone():
+    def again(url: str | None, kept: JoinInfo) -> JoinInfo:
+        words = [] if url is None else [f"replay.redis_url={url}"]
+        return new_join(load("miniature").resolve(words), "head.example", kept)
+
+    own = again(None, JoinInfo(run_id="0123456789ab", host="old.example", port=1))
+    assert own.password
+    assert again(None, own) == own
+    elsewhere = again("redis://me@redis.example:6380/2", own)
+    assert (elsewhere.run_id, elsewhere.host) == (own.run_id, "redis.example")
+    assert elsewhere.password is None
+    # The variable that had it isn't set the second time.
+    given = again("redis://me:marker@redis.example:6380", elsewhere)
+    assert again("redis://me@redis.example:6380", given) == given
+    assert again("redis://me@other.example:6380", given).password is None

@@ -16,9 +16,10 @@ import kubernetes_validate
 import pytest
 import yaml
 from crossing import findings
+from msgspec import structs
 
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.run_folder import read_join
+from tandem.common.run_folder import JoinInfo, read_join
 from tandem.launch.cli import dispatch, main
 from tandem.launch.cluster.rendering import fill
 from tandem.launch.plan import hardware
@@ -258,6 +259,29 @@ def test_the_join_file_is_in_a_secret_and_stays_when_manifests_are_made_again(tm
     secret.write_text("stringData: {join.json: '{}'}")
     with pytest.raises(DataError, match=r"secret\.yaml"):
         dispatch(["cluster", "kubernetes", "miniature", "--out", str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("more", "address"),
+    [
+        (["--namespace", "research"], ("tandem-miniature-head.research.svc", 29500)),
+        (["--name", "other"], ("tandem-other-head.default.svc", 29500)),
+        (["launch.ports=31000-31063"], ("tandem-miniature-head.default.svc", 31000)),
+    ],
+)
+def test_manifests_that_are_made_again_have_the_new_address_and_the_old_password(
+    tmp_path: Path, more: list[str], address: tuple[str, int]
+):
+    def join() -> JoinInfo:
+        (secret,) = yaml.safe_load_all((tmp_path / "secret.yaml").read_text())
+        file = tmp_path / "join.json"
+        file.write_text(secret["stringData"]["join.json"])
+        return read_join(file)
+
+    made(tmp_path, ["miniature"])
+    before = join()
+    made(tmp_path, ["miniature", *more])
+    assert join() == structs.replace(before, host=address[0], port=address[1])
 
 
 def test_no_password_is_printed(capsys: pytest.CaptureFixture[str]):
