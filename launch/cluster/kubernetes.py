@@ -87,6 +87,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "others": hosts - 1,
         "redis_port": ports[0],
         "last_port": ports[-1],
+        "server_port": None if config.replay.redis_url is None else join.port,
         "drain": f"{drain:g}",
         "grace": int(drain + MARGIN),
         "storage": site.storage,
@@ -128,6 +129,15 @@ def notes(job: Job) -> list[str]:
             f"{', '.join(dict.fromkeys(local))} is on this machine: put it into the image or on the volume, and name it "
             f"by its path there"
         )
+    from ...replay.reaching import VARIABLES
+
+    for name, variable in VARIABLES.items():
+        path = getattr(job.config.replay, f"redis_{name}")
+        if path and Path(path).expanduser().exists():
+            found.append(
+                f"{path} is on this machine: put it into the image, and its path there into the Secret {job.name}-env, "
+                f"as {variable}"
+            )
     return found
 
 

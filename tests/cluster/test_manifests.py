@@ -33,6 +33,7 @@ KINDS: dict[str, list[str]] = {
     "hosts": ["miniature", *HOSTS, "--workers-per-node", "2"],
     "own preset": [STORM, "weights.transport=snapshot"],
     "jobset": ["miniature", *HOSTS, "--jobset", "--name", "My_Run"],
+    "existing Redis": ["miniature", "replay.redis_url=redis://me@redis.example:6380/2"],
 }
 SCHEMA = json.loads((HERE / "jobset.schema.json").read_text())
 
@@ -153,6 +154,11 @@ CROSSED: dict[str, tuple[str, Fault, str]] = {
         "NetworkPolicy",
         lambda one: one["spec"]["ingress"][0]["ports"][0].update(port=29501),
         "keeps others from port 29500",
+    ),
+    "policy's way to Redis": (
+        "Secret",
+        lambda one: one["stringData"].update({"join.json": '{"host": "a.example", "port": 6380}'}),
+        "keeps pods from Redis at a.example:6380",
     ),
     "policy's selector": (
         "NetworkPolicy",
@@ -282,6 +288,19 @@ def test_manifests_that_are_made_again_have_the_new_address_and_the_old_password
     before = join()
     made(tmp_path, ["miniature", *more])
     assert join() == structs.replace(before, host=address[0], port=address[1])
+
+
+def test_files_of_tls_that_are_here_have_to_be_put_where_pods_find_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "ca.pem").touch()
+    words = ["replay.redis_url=rediss://redis.example", f"replay.redis_ca={tmp_path}/ca.pem"]
+    words.append("replay.redis_cert=/elsewhere/client.pem")
+    assert dispatch(["cluster", "kubernetes", "miniature", *words]) == 0
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/ca.pem is on this machine" in said
+    assert "the Secret tandem-miniature-env, as TANDEM_REDIS_CA" in said
+    assert "client.pem" not in said
 
 
 def test_no_password_is_printed(capsys: pytest.CaptureFixture[str]):
