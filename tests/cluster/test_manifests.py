@@ -354,8 +354,16 @@ def test_a_place_without_a_value_is_named():
         (["miniature-sft-rl"], "several runs"),
         (["miniature-sft"], "tandem offline"),
         (["miniature", "learner.hosts=2"], "doesn't divide learner.ranks=1"),
+        (["miniature", "learner.train=false"], "set log.archive=true"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], says: str):
     with pytest.raises(ConfigError, match=says):
         dispatch(["cluster", "kubernetes", *words])
+
+
+def test_the_address_that_a_preset_binds_does_not_matter(tmp_path: Path):
+    folder = made(tmp_path, ["miniature", "launch.bind=0.0.0.0"])
+    head = _kind(objects_of(folder), "StatefulSet")
+    binds = [word for word in _container(head)["args"] if word.startswith("launch.bind=")]
+    assert binds[-1] == "launch.bind=$(POD_IP)"

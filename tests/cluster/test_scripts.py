@@ -168,6 +168,8 @@ def test_own_templates_go_before_tandems(tmp_path: Path):
         (["--hetjob", "--container", "x.sqsh"], "so does pyxis"),
         (["--namespace", "x"], "option of kubernetes, not of slurm"),
         (["learner.hsots=2"], "hsots"),
+        (["learner.train=false"], "set log.archive=true"),
+        (["launch.bind=0.0.0.0"], "one private address of the head"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], says: str):
