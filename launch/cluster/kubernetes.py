@@ -10,7 +10,7 @@ from pathlib import Path
 from ...common.errors import ConfigError
 from ...common.models import resolve
 from .demand import Demand, Job
-from .join import kept_text, new_join, port_range, text_of
+from .join import new_join, port_range, read_kept, text_of
 from .rendering import Values, render
 
 MARGIN = 30.0
@@ -60,7 +60,8 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
     ports = port_range(config)
     drain = config.launch.drain_seconds
     host = f"{job.name}-head.{site.namespace}.svc"
-    join = kept_text(site.out / SECRET, in_secret=True) if site.out is not None else None
+    kept = None if site.out is None else read_kept(site.out / SECRET, in_secret=True)
+    join = new_join(config, host, kept)
     is_own = job.preset_text is not None
     run = job.name.removeprefix("tandem-")
     # A key of a ConfigMap can't have every name that a file can.
@@ -75,7 +76,6 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         f"launch.join={JOIN}",
     ]
     members = ["--drain", f"{drain:g}"]
-    shared = hosts > 1
     values: Values = {
         "name": job.name,
         "run": run,
@@ -87,12 +87,12 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "others": hosts - 1,
         "redis_port": ports[0],
         "last_port": ports[-1],
+        "server_port": None if config.replay.redis_url is None else join.port,
         "drain": f"{drain:g}",
         "grace": int(drain + MARGIN),
         "storage": site.storage,
+        "access": "ReadWriteMany" if hosts > 1 else "ReadWriteOnce",
         "storage_class": site.storage_class,
-        "own_class": None if shared else site.storage_class,
-        "results_claim": f"{job.name}-runs" if shared else f"runs-{job.name}-head-0",
         "head_args": json.dumps(head),
         "rollout_args": json.dumps(
             ["join", JOIN, "--role", "rollout", "--workers", str(site.workers), *members]
@@ -101,19 +101,17 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         **_resources("head", demands.head),
         **_resources("rollout", demands.rollout, site.workers),
         **_resources("learner", demands.learner),
-        "join_json": json.dumps(join or text_of(new_join(config, host))),
+        "join_json": json.dumps(text_of(join)),
         "preset_file": preset_file,
         "preset_text": json.dumps(job.preset_text) if is_own else None,
         "if_preset": "" if is_own else None,
-        "if_shared": "" if shared else None,
-        "if_own": None if shared else "",
     }
     names = ["head.yaml", "rollout.yaml", "network.yaml", SECRET]
     if is_own:
         names.append("preset.yaml")
-    if shared:
-        names += ["claim.yaml", "jobset.yaml" if site.jobset else "learner.yaml"]
-    if shared or config.weights.transport != "snapshot":
+    if hosts > 1:
+        names.append("jobset.yaml" if site.jobset else "learner.yaml")
+    if hosts > 1 or config.weights.transport != "snapshot":
         names.append("network-data.yaml")
     values = {**values, "resources": json.dumps(names)}
     names = ["kustomization.yaml", *names, "results.yaml"]
@@ -131,6 +129,15 @@ def notes(job: Job) -> list[str]:
             f"{', '.join(dict.fromkeys(local))} is on this machine: put it into the image or on the volume, and name it "
             f"by its path there"
         )
+    from ...replay.reaching import VARIABLES
+
+    for name, variable in VARIABLES.items():
+        path = getattr(job.config.replay, f"redis_{name}")
+        if path and Path(path).expanduser().exists():
+            found.append(
+                f"{path} is on this machine: put it into the image, and its path there into the Secret {job.name}-env, "
+                f"as {variable}"
+            )
     return found
 
 

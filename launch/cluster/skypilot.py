@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...common.errors import ConfigError
 from .demand import Job
-from .join import kept_text, new_join, port_range, text_of
+from .join import new_join, port_range, read_kept, text_of
 from .rendering import Values, render
 
 JOIN = "join.json"
@@ -69,6 +69,8 @@ def task(job: Job, site: Site) -> dict[str, str]:
         "preset_file": json.dumps(f"{here}/{PRESET}") if is_own else None,
         # A line break, which is always quoted, would end the task's line.
         "head_words": f"start {preset} {shlex.join(head)}".replace("\n", "'$'\\n''"),
+        # Of an existing Redis, the join file has the address.
+        "host_words": "" if config.replay.redis_url else '--host "$head"',
         "hosts": demands.hosts,
         "workers": site.workers,
         "drain": f"{config.launch.drain_seconds:g}",
@@ -76,6 +78,6 @@ def task(job: Job, site: Site) -> dict[str, str]:
     made = {"task.yaml": render("skypilot/task.yaml", values, site.templates)}
     if job.preset_text is not None:
         made[PRESET] = job.preset_text
-    join = None if site.out is None else kept_text(site.out / JOIN, in_secret=False)
-    # The head's address is known when it runs: `tandem join-file --from` puts it in.
-    return {**made, JOIN: join or text_of(new_join(config, "127.0.0.1"))}
+    kept = None if site.out is None else read_kept(site.out / JOIN, in_secret=False)
+    # The address of a head that has the run's Redis is known when it runs: `tandem join-file --from` puts it in.
+    return {**made, JOIN: text_of(new_join(config, "127.0.0.1", kept))}

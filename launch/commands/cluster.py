@@ -85,7 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--{option.replace('_', '-')} is an option of {' and '.join(others)}, not of {arguments.engine}"
             )
-    job = job_of(arguments.words, arguments.name)
+    # Kubernetes' and SkyPilot's heads are told their address after all settings.
+    job = job_of(arguments.words, arguments.name, binds=arguments.engine == "slurm")
     out = Path(arguments.out).expanduser() if arguments.out else None
     if out is not None and out.exists() and not out.is_dir():
         raise DataError(f"{out} is a file: name a folder")

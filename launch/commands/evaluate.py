@@ -470,7 +470,7 @@ def _config(
     if name:
         return load(name).resolve(overrides), folder
     if folder is not None:
-        return build(read_yaml(folder.config), overrides), folder
+        return build(read_yaml(folder.config), overrides, stored=True), folder
     if model == "miniature":
         return load("miniature").resolve(overrides), None
     data = arguments.data[0] if arguments.data else ""

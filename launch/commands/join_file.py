@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import sys
 from pathlib import Path
 
@@ -25,25 +24,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="source", metavar="FILE", help="take a join file in place of a run's folder"
     )
     parser.add_argument(
-        "--host", help="the name or address by which the other host reaches this one"
+        "--host", help="the name or address by which the other host reaches the run's Redis"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.source and arguments.run:
         raise ConfigError("name the run with one of --run DIR and --from FILE")
+    from ...common.sockets import is_loopback
+
     if arguments.source:
         join = read_join(Path(arguments.source))
     else:
         folder = existing(arguments.run) if arguments.run else newest_run()
         join = read_join(folder.join)
-    out = output_file(arguments.out)
-    from ...common.sockets import is_loopback
+        if arguments.host and not is_loopback(join.host):
+            from ...common.config import build, read_yaml
 
+            if build(read_yaml(folder.config), stored=True).replay.redis_url is not None:
+                raise ConfigError(
+                    f"--host {arguments.host} is for a run that has its Redis on its head, and this one uses the "
+                    f"existing server of replay.redis_url, {join.host}:{join.port}: leave --host out"
+                )
+    out = output_file(arguments.out)
     if arguments.host:
         join = structs.replace(join, host=arguments.host)
-    elif join.host in ("0.0.0.0", "::"):
-        join = structs.replace(join, host=socket.getfqdn())
     write_private(out, json.dumps(sealed(structs.asdict(join))) + "\n")
     print(f"{out}: copy it to the other host (it holds the password), then run there:")
     print(f"  tandem join {out.name} --role rollout")

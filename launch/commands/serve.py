@@ -180,9 +180,10 @@ def _of_model(model: str, overrides: list[str], context: int | None) -> Config:
     beside = RunFolder(path.absolute().parent)
     tree = {"run": {"steps": 1}, "data": {"train": [{"path": ""}]}}
     # A run's own model has the dtype and the engine that it was trained with.
-    if path.is_dir() and beside.run_json.exists() and beside.config.exists():
+    stored = path.is_dir() and beside.run_json.exists() and beside.config.exists()
+    if stored:
         tree = read_yaml(beside.config)
-    config = build(tree, overrides)
+    config = build(tree, overrides, stored=stored)
     named = config.model.model_copy(update={"path": model})
     config = config.model_copy(update={"model": named})
     limit = _limit(model)

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..trackers.wandb_run import wandb_id_of
 
     folder = named_folder(arguments)
-    config = build(read_yaml(folder.config))
+    config = build(read_yaml(folder.config), stored=True)
     stop = threading.Event()
     if arguments.follow:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -16,7 +16,7 @@ from ...common.errors import TandemError
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
 from ..plan.memory import uses_vllm
-from ..plan.placement import gpus_needed, place, trackers_of
+from ..plan.placement import gpus_needed, place, trackers_of, workers_of
 from ..plan.sizes import local_folder, shape_of, too_long
 from ..wording import human, shown_python
 from . import surroundings
@@ -45,6 +45,7 @@ def examine(
     own: list[Callable[[], list[Finding]]] = [
         lambda: _gpus(config, machine),
         lambda: _packages(config, machine),
+        lambda: _compiler(config, machine),
         lambda: _model(config),
         lambda: _data(config, folder),
         lambda: _disk(config, folder),
@@ -66,6 +67,7 @@ def examine(
         lambda: _addresses(config),
         surroundings.open_files,
         surroundings.host_name,
+        lambda: _compiler(config, machine),
         lambda: surroundings.tools(config),
     ]
     return [finding for look in looks for finding in look()]
@@ -148,6 +150,11 @@ def _packages(config: Config, machine: Machine) -> list[Finding]:
             )
         )
     return findings
+
+
+def _compiler(config: Config, machine: Machine) -> list[Finding]:
+    compiled = config.model.kernels == "liger" or (workers_of(config) and uses_vllm(config, "cuda"))
+    return surroundings.compiler(needed=on_gpus(config, machine) and bool(compiled))
 
 
 def _addresses(config: Config) -> list[Finding]:

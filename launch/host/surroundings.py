@@ -10,6 +10,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import re
 import resource
@@ -199,18 +200,28 @@ def host_name() -> list[Finding]:
     return [Finding(name="host name", found=f"{name} is {answer}", state="ok")]
 
 
-def tools(config: Config) -> list[Finding]:
-    """Checks for programs that some settings need."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    boxes = [c.params for c in config.reward.components if c.name == "code"]
+def compiler(*, needed: bool) -> list[Finding]:
+    """Checks for the C compiler that Triton calls.
+
+    Args:
+        needed: whether the run can't do without one.
+    """
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     return [
         Finding(
             name="compiler",
-            found=compiler or "none",
-            state="ok" if compiler else "note",
-            why="no part of Tandem compiles; vLLM and flash-attn may on a GPU",
-            mend="" if compiler else "apt install g++",
-        ),
+            found=found or "none",
+            state="ok" if found else "missing" if needed else "note",
+            why="Triton compiles kernels on a GPU: without, vLLM and model.kernels=liger can't start, and log-probs are slow",
+            mend="" if found else "apt install gcc libc6-dev",
+        )
+    ]
+
+
+def tools(config: Config) -> list[Finding]:
+    """Checks for programs that some settings need."""
+    boxes = [c.params for c in config.reward.components if c.name == "code"]
+    return [
         *(_sandbox(str(params.get("sandbox", "auto"))) for params in boxes),
         *([] if boxes else [Finding(name="sandbox", found="no reward runs code", state="ok")]),
     ]

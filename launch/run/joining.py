@@ -170,16 +170,16 @@ def _contact(info: JoinInfo, say: Callable[[str], None]) -> tuple[Store, Config]
 
     try:
         store = connect(info, deadline=FIRST_SECONDS, name="host")
+        wait = Wait("the head", "fill Redis", FILL_SECONDS)
+        while not store.holds_run():
+            if wait.expired(say):
+                raise HeadUnreachable(f"{wait}: Redis at {store.address} doesn't hold the run yet")
+            time.sleep(0.2)
+        return store, read_config(RunStore(store).config_yaml())
     except StoreError as error:
         if "refused the password" in str(error):
             raise ConfigError(str(error)) from None
         raise HeadUnreachable(str(error)) from None
-    wait = Wait("the head", "fill Redis", FILL_SECONDS)
-    while not store.holds_run():
-        if wait.expired(say):
-            raise HeadUnreachable(f"{wait}: Redis at {store.address} doesn't hold the run yet")
-        time.sleep(0.2)
-    return store, read_config(RunStore(store).config_yaml())
 
 
 def _dry_run(joining: Joining, info: JoinInfo, config: Config) -> list[str]:

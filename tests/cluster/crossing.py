@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -33,9 +34,7 @@ def findings(objects: list[Object], kustomized: set[str] | None = None) -> list[
     for name, service in by_kind.get("Service", {}).items():
         found += _service(name, service, pods)
     for name, policy in by_kind.get("NetworkPolicy", {}).items():
-        found += _policy(name, policy, pods)
-    for one in by_kind.get("PersistentVolumeClaim", {}).values():
-        found += _quantities(one["metadata"]["name"], one["spec"]["resources"])
+        found += _policy(name, policy, pods, by_kind)
     return found
 
 
@@ -99,7 +98,7 @@ def _volume(who: str, volume: Object, by_kind: dict[str, dict[str, Object]]) -> 
             for claim in stateful["spec"].get("volumeClaimTemplates", ())
             for number in range(stateful["spec"]["replicas"])
         }
-        if name not in by_kind.get("PersistentVolumeClaim", {}) and name not in own:
+        if name not in own:
             yield f"{who} mounts the claim {name}, which isn't there"
     if "emptyDir" in volume and "sizeLimit" in volume["emptyDir"]:
         yield from _quantities(who, {"sizeLimit": {"size": volume["emptyDir"]["sizeLimit"]}})
@@ -117,7 +116,12 @@ def _service(name: str, service: Object, pods: list[tuple[Object, Object]]) -> I
             yield f"port {port['port']} of the service {name} is {numbers or 'none'} of its pods"
 
 
-def _policy(name: str, policy: Object, pods: list[tuple[Object, Object]]) -> Iterator[str]:
+def _policy(
+    name: str,
+    policy: Object,
+    pods: list[tuple[Object, Object]],
+    by_kind: dict[str, dict[str, Object]],
+) -> Iterator[str]:
     selectors = [policy["spec"]["podSelector"]]
     for rule in (*policy["spec"].get("ingress", ()), *policy["spec"].get("egress", ())):
         peers = (*rule.get("from", ()), *rule.get("to", ()))
@@ -130,6 +134,15 @@ def _policy(name: str, policy: Object, pods: list[tuple[Object, Object]]) -> Ite
             yield f"the policy {name} selects no pod"
     if name.endswith("-data"):
         return
+    for secret in by_kind.get("Secret", {}).values():
+        join = json.loads(secret["stringData"]["join.json"])
+        if join["host"].partition(".")[0] in by_kind.get("Service", {}):
+            continue  # The head's own.
+        anywhere = [
+            p for rule in policy["spec"]["egress"] if "to" not in rule for p in rule["ports"]
+        ]
+        if not any(p["port"] <= join["port"] <= p.get("endPort", p["port"]) for p in anywhere):
+            yield f"the policy {name} keeps pods from Redis at {join['host']}:{join['port']}"
     for one, pod in pods:
         for container in pod["spec"]["containers"]:
             for port in container.get("ports", ()):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import LaunchConfig
+from tandem.common.config import LaunchConfig, to_yaml
 from tandem.common.errors import ConfigError
-from tandem.common.run_folder import JoinInfo, read_join
+from tandem.common.run_folder import JoinInfo, RunFolder, read_join
+from tandem.launch.cli import dispatch
 from tandem.launch.cluster.join import new_join, text_of
 from tandem.launch.host import redis_server
 from tandem.launch.run.opened.opening import open_folder
@@ -68,3 +69,43 @@ def test_it_says_how_an_existing_redis_is_reached(tmp_path: Path, monkeypatch: p
     assert (join.host, join.port, join.db) == ("redis.example", 6380, 2)
     assert (join.username, join.password, join.tls) == ("me", "secret", True)
     assert (join.ca, join.cert, join.key) == ("/tls/ca.pem", "/tls/both.pem", None)
+
+
+@pytest.mark.parametrize(("host", "refused"), [("redis.example", True), ("127.0.0.1", False)])
+def test_a_copy_for_another_host_keeps_the_address_of_an_existing_redis(
+    tmp_path: Path, host: str, refused: bool
+):
+    config = load("miniature").resolve([f"replay.redis_url=redis://{host}:6380"])
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    folder.write_run({"run_id": "0123456789ab"})
+    folder.config.write_text(to_yaml(config))
+    folder.write_join(new_join(config, "head.example"))
+    copy = tmp_path / "join.json"
+    words = ["join-file", "--run", str(folder.path), str(copy)]
+    assert dispatch(words) == 0
+    assert read_join(copy).host == host
+    if refused:
+        with pytest.raises(ConfigError, match=r"redis\.example:6380: leave --host out"):
+            dispatch([*words, "--host", "10.1.2.3"])
+    else:
+        # Of a server on the head itself only the head has that address.
+        assert dispatch([*words, "--host", "10.1.2.3"]) == 0
+        assert read_join(copy).host == "10.1.2.3"
+
+
+def test_made_again_it_keeps_the_id_of_the_run_and_a_password_for_its_own_server_alone():
+    def again(url: str | None, kept: JoinInfo) -> JoinInfo:
+        words = [] if url is None else [f"replay.redis_url={url}"]
+        return new_join(load("miniature").resolve(words), "head.example", kept)
+
+    own = again(None, JoinInfo(run_id="0123456789ab", host="old.example", port=1))
+    assert own.password
+    assert again(None, own) == own
+    elsewhere = again("redis://me@redis.example:6380/2", own)
+    assert (elsewhere.run_id, elsewhere.host) == (own.run_id, "redis.example")
+    assert elsewhere.password is None
+    # The variable that had it isn't set the second time.
+    given = again("redis://me:marker@redis.example:6380", elsewhere)
+    assert again("redis://me@redis.example:6380", given) == given
+    assert again("redis://me@other.example:6380", given).password is None

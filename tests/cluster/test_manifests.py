@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,11 +16,13 @@ import kubernetes_validate
 import pytest
 import yaml
 from crossing import findings
+from msgspec import structs
 
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.run_folder import read_join
+from tandem.common.run_folder import JoinInfo, read_join
 from tandem.launch.cli import dispatch, main
 from tandem.launch.cluster.rendering import fill
+from tandem.launch.plan import hardware
 
 HERE = Path(__file__).parent
 STORM = str(HERE.parent / "faults" / "storm.yaml")
@@ -30,6 +33,7 @@ KINDS: dict[str, list[str]] = {
     "hosts": ["miniature", *HOSTS, "--workers-per-node", "2"],
     "own preset": [STORM, "weights.transport=snapshot"],
     "jobset": ["miniature", *HOSTS, "--jobset", "--name", "My_Run"],
+    "existing Redis": ["miniature", "replay.redis_url=redis://me@redis.example:6380/2"],
 }
 SCHEMA = json.loads((HERE / "jobset.schema.json").read_text())
 
@@ -80,6 +84,16 @@ def test_kubernetes_own_schemas_know_every_field(manifests: Path):
 
 def test_what_one_object_names_is_there_in_another(manifests: Path):
     assert findings(objects_of(manifests), differing(manifests)) == []
+
+
+def test_the_run_has_a_volume_that_deleting_its_objects_leaves(manifests: Path):
+    # Claims among the objects are deleted with them; those that a StatefulSet made aren't.
+    objects = objects_of(manifests)
+    assert "PersistentVolumeClaim" not in {one["kind"] for one in objects}
+    # The head's comes before the learner's.
+    (claim,) = _kind(objects, "StatefulSet")["spec"]["volumeClaimTemplates"]
+    shared = any(one["metadata"]["name"].endswith("-learner") for one in objects)
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany" if shared else "ReadWriteOnce"]
 
 
 def test_the_validators_own_command_has_nothing_to_say(tmp_path: Path):
@@ -140,6 +154,11 @@ CROSSED: dict[str, tuple[str, Fault, str]] = {
         "NetworkPolicy",
         lambda one: one["spec"]["ingress"][0]["ports"][0].update(port=29501),
         "keeps others from port 29500",
+    ),
+    "policy's way to Redis": (
+        "Secret",
+        lambda one: one["stringData"].update({"join.json": '{"host": "a.example", "port": 6380}'}),
+        "keeps pods from Redis at a.example:6380",
     ),
     "policy's selector": (
         "NetworkPolicy",
@@ -248,6 +267,42 @@ def test_the_join_file_is_in_a_secret_and_stays_when_manifests_are_made_again(tm
         dispatch(["cluster", "kubernetes", "miniature", "--out", str(folder)])
 
 
+@pytest.mark.parametrize(
+    ("more", "address"),
+    [
+        (["--namespace", "research"], ("tandem-miniature-head.research.svc", 29500)),
+        (["--name", "other"], ("tandem-other-head.default.svc", 29500)),
+        (["launch.ports=31000-31063"], ("tandem-miniature-head.default.svc", 31000)),
+    ],
+)
+def test_manifests_that_are_made_again_have_the_new_address_and_the_old_password(
+    tmp_path: Path, more: list[str], address: tuple[str, int]
+):
+    def join() -> JoinInfo:
+        (secret,) = yaml.safe_load_all((tmp_path / "secret.yaml").read_text())
+        file = tmp_path / "join.json"
+        file.write_text(secret["stringData"]["join.json"])
+        return read_join(file)
+
+    made(tmp_path, ["miniature"])
+    before = join()
+    made(tmp_path, ["miniature", *more])
+    assert join() == structs.replace(before, host=address[0], port=address[1])
+
+
+def test_files_of_tls_that_are_here_have_to_be_put_where_pods_find_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "ca.pem").touch()
+    words = ["replay.redis_url=rediss://redis.example", f"replay.redis_ca={tmp_path}/ca.pem"]
+    words.append("replay.redis_cert=/elsewhere/client.pem")
+    assert dispatch(["cluster", "kubernetes", "miniature", *words]) == 0
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/ca.pem is on this machine" in said
+    assert "the Secret tandem-miniature-env, as TANDEM_REDIS_CA" in said
+    assert "client.pem" not in said
+
+
 def test_no_password_is_printed(capsys: pytest.CaptureFixture[str]):
     assert main(["cluster", "kubernetes", "miniature"]) == 0
     printed = capsys.readouterr().out
@@ -269,6 +324,23 @@ def test_resources_are_the_plans(tmp_path: Path):
     assert worker["args"][worker["args"].index("--workers") + 1] == "2"
 
 
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "skypilot"])
+def test_how_many_gpus_this_machine_has_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: str
+):
+    words = ["cluster", engine, "qwen2.5-math-7b-luffy-8gpu"]
+    assert dispatch(words) == 0
+    before = capsys.readouterr().out
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "0, NVIDIA H100 80GB HBM3, 81559, GPU-7f57f032"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert len(hardware.gpus()) == 1
+    assert dispatch(words) == 0
+    assert capsys.readouterr().out == before
+
+
 def test_a_place_without_a_value_is_named():
     with pytest.raises(DataError, match="example line 2 has @three@, which is none of one, two"):
         fill("@one@\n@three@\n", {"one": 1, "two": 2}, "example")
@@ -282,8 +354,16 @@ def test_a_place_without_a_value_is_named():
         (["miniature-sft-rl"], "several runs"),
         (["miniature-sft"], "tandem offline"),
         (["miniature", "learner.hosts=2"], "doesn't divide learner.ranks=1"),
+        (["miniature", "learner.train=false"], "set log.archive=true"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], says: str):
     with pytest.raises(ConfigError, match=says):
         dispatch(["cluster", "kubernetes", *words])
+
+
+def test_the_address_that_a_preset_binds_does_not_matter(tmp_path: Path):
+    folder = made(tmp_path, ["miniature", "launch.bind=0.0.0.0"])
+    head = _kind(objects_of(folder), "StatefulSet")
+    binds = [word for word in _container(head)["args"] if word.startswith("launch.bind=")]
+    assert binds[-1] == "launch.bind=$(POD_IP)"

@@ -168,6 +168,8 @@ def test_own_templates_go_before_tandems(tmp_path: Path):
         (["--hetjob", "--container", "x.sqsh"], "so does pyxis"),
         (["--namespace", "x"], "option of kubernetes, not of slurm"),
         (["learner.hsots=2"], "hsots"),
+        (["learner.train=false"], "set log.archive=true"),
+        (["launch.bind=0.0.0.0"], "one private address of the head"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], says: str):
@@ -314,3 +316,28 @@ def test_a_task_for_skypilot_branches_on_the_node(tmp_path: Path):
     )
     made, joined = read_join(file), read_join(tmp_path / "joined")
     assert (joined.host, joined.password, joined.port) == ("10.1.2.3", made.password, 29500)
+
+
+@pytest.mark.parametrize(
+    ("words", "host"),
+    [([], "10.1.2.3"), (["replay.redis_url=redis://me@redis.example:6380"], "redis.example")],
+)
+def test_other_nodes_look_for_the_runs_redis_where_it_is(
+    tmp_path: Path, words: list[str], host: str
+):
+    made = tmp_path / "made"
+    assert dispatch(["cluster", "skypilot", "miniature", *words, "--out", str(made)]) == 0
+    task = yaml.safe_load((made / "task.yaml").read_text())
+    (line,) = [line for line in task["run"].splitlines() if " join-file " in line]
+    (made / "join.json").rename(tmp_path / "tandem-join.json")
+    env = {"HOME": str(tmp_path), "tandem": str(BIN / "tandem"), "head": "10.1.2.3"}
+    done = subprocess.run(
+        ["bash", "-euc", line],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_join(tmp_path / "join.json").host == host

@@ -340,7 +340,17 @@ def test_the_unit_of_an_objective_of_your_own_is_told_by_itself():
 
 # -- the rest --------------------------------------------------------------------------------------
 
+BEST = [
+    "data.evaluate=[{path: a}]",
+    "evaluate.exact=true",
+    "evaluate.best=heldout/accuracy",
+    "rollout.workers=0",
+]
+"""The best model is kept, and no rollout worker is the run's own."""
+
 NOTHING = [
+    (BEST, "set it to a number of steps"),
+    ([*BEST, "evaluate.every=5", OFFLINE, named("sft")], "set rollout.workers=1"),
     ([named("sft")], "set expert.per_group=1"),
     (["reward.own_reward=1"], "pays every sample alike"),
     (["reward.components=[{name: accuracy, weight: 0}]"], "is paid 0"),
@@ -464,6 +474,7 @@ def test_what_would_do_nothing_or_fail_later_is_not_started(overrides: list[str]
         ["expert.accept=[correct, wrong]"],
         ["expert.per_group=1", "expert.prefix=linear", "expert.prefix_steps=5"],
         ["evaluate.every=5", "data.evaluate=[{path: a}]"],
+        [*BEST, "evaluate.every=5"],  # A worker that joins evaluates.
         ["evaluate.samples=4", "evaluate.temperature=1"],
         ["weights.transport=nccl"],
     ],

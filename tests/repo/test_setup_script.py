@@ -439,6 +439,35 @@ def test_an_image_for_gpus_is_made_where_there_are_none(machine: Machine) -> Non
     assert machine.installs() == []
 
 
+def test_a_host_without_gpus_leaves_a_shared_environment_for_gpus_as_it_is(
+    machine: Machine,
+) -> None:
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    machine.run()
+    kept = machine.venv / "bin/of-a-running-process"
+    kept.touch()
+    machine.calls()
+    (machine.folder / "bin/nvidia-smi").unlink()
+    assert machine.run("--role", "core") == (0, "")
+    assert machine.run() == (0, "")
+    assert machine.installs() == []
+    # What is added is for GPUs.
+    code, output = machine.run("--dev", "--vllm")
+    assert code == 0, output
+    assert machine.installs()[-1].endswith("[dev,learner,liger,redis-server,reward,rollout,vllm]")
+    assert kept.exists()
+
+
+def test_a_host_with_gpus_makes_an_environment_without_them_anew(machine: Machine) -> None:
+    machine.run()
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    code, output = machine.run()
+    assert code == 0, output
+    assert "was made for hosts without GPUs: making it again" in output
+    assert "TANDEM_VENV" in output
+    assert machine.installs()[-1].endswith("vllm]")
+
+
 def test_gpus_that_torch_cannot_use_stop_it_with_both_versions(machine: Machine) -> None:
     machine.command("nvidia-smi", NVIDIA_SMI)
     machine.env["TORCH_SEES_NO_GPU"] = "1"

@@ -417,12 +417,12 @@ def _best(config: Config) -> str | None:
             f"evaluate.best={evaluate.best} keeps the very weights that were measured: set "
             f"evaluate.exact=true, so that the learner waits for each evaluation"
         )
-    if not evaluate.every or not config.rollout.workers:
-        return (
-            f"evaluate.best={evaluate.best} compares evaluations during the run, and there are none with "
-            f"evaluate.every={evaluate.every} and rollout.workers={config.rollout.workers}: set "
-            f"evaluate.every, and rollout.workers=1"
-        )
+    said = f"evaluate.best={evaluate.best} compares evaluations during the run, and"
+    if not evaluate.every:
+        return f"{said} evaluate.every=0 makes none: set it to a number of steps"
+    # Of other runs a worker that joins evaluates.
+    if not _online(config) and not config.rollout.workers:
+        return f"{said} rollout.workers=0 leaves nobody to make them: set rollout.workers=1"
     return None
 
 

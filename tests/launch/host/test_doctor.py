@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,46 @@ def test_a_vllm_of_another_version_is_told_with_the_command_that_mends_it(
     assert vllm.state == state
     assert "vllm 0.35.0 is newer" in vllm.why
     assert "pip install 'vllm>=0.28,<0.34'" in vllm.mend
+
+
+def compiler(overrides: list[str], here: Machine) -> surroundings.Finding:
+    found = requirements.examine(
+        load("miniature").resolve(overrides), here, Path.cwd(), beside=False
+    )
+    return next(one for one in found if one.name == "compiler")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "state"),
+    [
+        (["rollout.engine=vllm"], "missing"),
+        (["rollout.engine=vllm", "rollout.workers=0"], "note"),
+        (["rollout.engine=torch", "model.kernels=liger"], "missing"),
+        (["rollout.engine=torch"], "note"),
+    ],
+)
+def test_on_a_gpu_vllm_and_liger_need_a_compiler(
+    overrides: list[str], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    on_gpu = [*overrides, "launch.gpus=required"]
+    two = replace(GPU, gpus=2 * GPU.gpus)
+    assert compiler(on_gpu, two).state == state
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert compiler(on_gpu, two).state == "ok"
+
+
+def test_the_image_has_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    wanted = compiler([], GPU).mend.removeprefix("apt install ").split()
+    (packages,) = re.findall(
+        r"apt-get install (.*) \\$", (root / "Dockerfile").read_text(), re.MULTILINE
+    )
+    assert set(wanted) <= set(packages.split())
 
 
 def test_torch_and_driver_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,3 +88,28 @@ def test_a_run_that_binds_all_addresses_can_not_be_joined(
     put(run, "launch.bind=0.0.0.0")
     assert cli.main(["join", "join.json", "--role", role, "--dry-run"]) == 2
     assert "launch.bind set to one private address of the head" in capsys.readouterr().err
+
+
+def test_a_redis_that_goes_away_before_it_holds_the_run_may_be_tried_again(
+    own_server: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunFolder(tmp_path).write_join(own_server.join())
+    # A minute otherwise.
+    monkeypatch.setitem(Store.call.__kwdefaults__, "deadline", 0.5)
+
+    def kill() -> None:
+        client = own_server.client()
+        while "cmdstat_hexists" not in client.info("commandstats"):
+            time.sleep(0.02)
+        client.close()
+        own_server.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert cli.main(["join", "join.json", "--role", "rollout"]) == 75
+    killer.join()
+    assert "Is the run's redis-server up?" in capsys.readouterr().err
