@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace as replaced
 
-from ..common.config import AgentEnvironment, Config
+from ..common.config import AgentEnvironment, Config, VerifiersEnvironment
 from ..common.records import (
     Episode,
     FinishReason,
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tandem.rollout")
 
+LIMITS = ("max_turns", "max_calls")
+"""What episodes say that ended at a limit of ours."""
 RECENT = 64
 """Number of the latest episodes that an alarm looks at."""
 ALARM_SHARE = 0.2
@@ -249,6 +251,15 @@ class Player:
             # Its server can't know when an agent waits for the model.
             spent = max(0.0, played.seconds - recorded[-1].model_seconds)
             played = replace(played, seconds=spent)
+        last = recorded[-1]
+        if (
+            last is not None
+            and played.detail in LIMITS
+            and not isinstance(spec, VerifiersEnvironment)
+        ):
+            # As where an agent is refused another turn. A taskset of verifiers has limits of its own, and scores
+            # what ends at them as it sees fit.
+            recorded[-1] = replace(last, finish_reason=FinishReason.LENGTH)
         outcome = _Outcome(played=played, recorded=recorded[-1], was_cut=was_cut, seconds=seconds)
         self._count(outcome)
         return outcome

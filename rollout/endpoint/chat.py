@@ -15,7 +15,7 @@ from ...common.records import FinishReason, Sample
 from .families import family_of
 from .rendering import MOST_CHARACTERS, Message, Renderer, plain_message
 from .requests import Wanted
-from .sessions import Answered, Branch, NoRoomError, Session, Ticket
+from .sessions import Answered, Branch, Session, Ticket
 from .tools import MOST_CALLS, Parsed, format_of, parse
 
 LONG_CHARACTERS = 32_768
@@ -87,7 +87,7 @@ class Chat:
                 return session.extend(branch, added)
             return session.fork(branch, turn, added)
         if len(messages) > session.room:
-            raise NoRoomError(
+            raise session.no_room(
                 f"the conversation has {len(messages):,} messages, and there is room for "
                 f"{session.room:,} tokens"
             )

@@ -281,9 +281,16 @@ class Session:
         """
         most = self.room * a_token
         if characters > most:
-            raise NoRoomError(
+            raise self.no_room(
                 f"the prompt has {characters:,} characters, and there is room for {most:,} at most"
             )
+
+    def no_room(self, why: str, branch: Branch | None = None) -> NoRoomError:
+        """The error for a request that there is no room for. The branch that it goes on from has ended for want of
+        room; where none is known, every branch has."""
+        for one in self.branches if branch is None else [branch]:
+            one.cut = True
+        return NoRoomError(why)
 
     def begin(self, prompt: Sequence[int]) -> Ticket:
         """A new branch.
@@ -292,7 +299,7 @@ class Session:
             NoRoomError: no token could be sampled after it.
         """
         branch = Branch(tokens=list(prompt), prompt=len(prompt))
-        return self._ticket(branch, [])
+        return self._ticket(branch, [], None)
 
     def extend(self, branch: Branch, added: Sequence[int]) -> Ticket:
         """A branch goes on with some tokens of the client's; a busy one is copied.
@@ -300,13 +307,14 @@ class Session:
         Raises:
             NoRoomError: no token could be sampled after them.
         """
+        before = branch
         if branch.busy:
             branch = (
                 branch.until(branch.turns[-1])
                 if branch.turns
                 else Branch(tokens=branch.tokens[: branch.prompt], prompt=branch.prompt)
             )
-        return self._ticket(branch, list(added))
+        return self._ticket(branch, list(added), before)
 
     def fork(self, branch: Branch, turn: Answered, added: Sequence[int]) -> Ticket:
         """A copy of a branch up to a turn goes on with some tokens of the client's.
@@ -314,7 +322,7 @@ class Session:
         Raises:
             NoRoomError: no token could be sampled after them.
         """
-        return self._ticket(branch.until(turn), list(added))
+        return self._ticket(branch.until(turn), list(added), branch)
 
     def _fork(self, prompt: list[int]) -> Ticket | None:
         """A copy of the longest beginning of a branch, up to the end of a turn, that the prompt begins with."""
@@ -345,25 +353,24 @@ class Session:
                     return True
         return False
 
-    def _ticket(self, branch: Branch, added: list[int]) -> Ticket:
+    def _ticket(self, branch: Branch, added: list[int], before: Branch | None) -> Ticket:
+        """A turn of a branch, which may be a copy of what another one was before."""
         if self._requests >= self.spec.max_turns:
-            for one in self.branches:
-                one.cut = True
-            raise NoRoomError(f"the session has had its {self.spec.max_turns} turns")
+            raise self.no_room(f"the session has had its {self.spec.max_turns} turns")
         context = np.array(branch.tokens + added, dtype=np.int32)
         if not len(context):
             raise DataError("the prompt is empty")
         most = self.room
         if len(context) >= most:
-            branch.cut = True
-            raise NoRoomError(
+            raise self.no_room(
                 f"the conversation has {len(context):,} tokens, and there is room for {most:,} with "
-                f"the answer"
+                f"the answer",
+                before,
             )
         is_new = branch not in self.branches
         if is_new:
             self.branches.append(branch)
-        branch.busy = True
+        branch.busy, branch.cut = True, False
         order, self._requests = self._requests, self._requests + 1
         self._began[order] = time.monotonic()
         room = min(self.spec.sampling.max_new_tokens, most - len(context))

@@ -473,6 +473,29 @@ def test_a_session_that_is_full_says_so_in_openais_words(serving: Any, limits: A
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [QUESTION * 151, [{"role": "user", "content": "x" * 10_000}]],
+    ids=["messages", "characters"],
+)
+def test_a_conversation_that_is_refused_unrendered_has_ended_its_episode_by_length(
+    serving: Any, messages: Any
+) -> None:
+    import aiohttp
+
+    async def scenario() -> None:
+        async with serving() as served, aiohttp.ClientSession() as http:
+            session = served.open(longest=150)
+            await answered(served, session, "yes", [served.tokenizer.eos_token_id])
+            body = {"messages": messages}
+            async with http.post(f"{session.base_url}/chat/completions", json=body) as answer:
+                assert (await answer.json())["error"]["code"] == "context_length_exceeded"
+            found = await served.endpoint.finish(session)
+            assert found.finish_reason is FinishReason.LENGTH
+
+    run(scenario())
+
+
 def test_an_aborted_session_keeps_what_it_has(serving: Any) -> None:
     async def scenario() -> None:
         async with serving() as served:

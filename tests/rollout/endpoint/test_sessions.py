@@ -281,6 +281,31 @@ def test_a_session_without_room_refuses_and_its_branch_ended_by_length(bound: An
     assert len(found.turns) == 1
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda one, stream: one.place([*stream[:4], *[4] * 5], decode),
+        lambda one, stream: one.place([4] * 9, decode),
+        lambda one, stream: one.check_characters(1001, 100),
+    ],
+    ids=["fork", "another beginning", "text"],
+)
+def test_whatever_is_refused_for_want_of_room_the_episode_ended_by_length(refused: Any) -> None:
+    played = Played(longest=8)
+    stream = list(one_turn(played, [5, 5], [0, 1]))
+    stream = list(one_turn(played, [*stream, 5], [2]))
+    with pytest.raises(NoRoomError):
+        refused(played.session, stream)
+    found = played.check()
+    assert found is not None
+    assert (found.finish_reason, found.branches) == (FinishReason.LENGTH, 0)
+    # A client that has asked for less goes on.
+    one_turn(played, [*stream, 5], [])
+    found = played.check()
+    assert found is not None
+    assert found.finish_reason is FinishReason.STOP
+
+
 def test_an_empty_prompt_is_no_conversation_that_is_too_long() -> None:
     with pytest.raises(DataError, match="empty"):
         session().place([], decode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,19 @@ def test_an_episode_is_a_sample_of_own_and_environment_tokens(run: Run, model: A
         assert np.abs(known - sample.logprobs)[own].max() < 1e-4
         assert np.isnan(sample.logprobs[~own]).all()
         assert sample.oldest_step == 0
+
+
+@pytest.mark.usefixtures("running")
+def test_an_episode_that_ends_at_the_greatest_number_of_turns_is_cut_by_its_length(
+    run: Run, model: Any
+) -> None:
+    # The policy ends each of its turns itself, by whatever it writes first.
+    asked = request("0-0", "talks", prompt=[{"role": "user", "content": "let us talk"}])
+    group = together(run, model, replace(asked, stop=tuple(map(chr, range(32, 127)))))["0-0"]
+    for sample in group.samples:
+        assert sample.episode is not None
+        assert (sample.episode.detail, len(sample.episode.turns)) == ("max_turns", TURNS)
+        assert sample.finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.usefixtures("running")
