@@ -20,8 +20,10 @@ from .sessions import Ticket
 if TYPE_CHECKING:
     from aiohttp import web
 
+Decode = Callable[[Sequence[int]], str]
+"""Text of some tokens, special ones included."""
 Text = Callable[[int], str]
-"""The text of a token."""
+"""What log-probs call a token."""
 Sent = Callable[[int], str | None]
 """What was sent already of an answer; None if nothing was."""
 
@@ -140,21 +142,27 @@ def _content(part: Part, text: Text, top: int) -> list[dict[str, Any]]:
     return found
 
 
+def _names(want: Wanted, decode: Decode) -> Text:
+    """What an answer's log-probs call a token."""
+    return "token_id:{}".format if want.ids_as_texts else lambda token: decode([token])
+
+
 def _told(said: str, logprob: float) -> dict[str, Any]:
     return {"token": said, "logprob": logprob, "bytes": list(said.encode())}
 
 
 def chat(
-    model: str, parts: Sequence[Part], answers: Sequence[Answer], want: Wanted, text: Text
+    model: str, parts: Sequence[Part], answers: Sequence[Answer], want: Wanted, decode: Decode
 ) -> dict[str, Any]:
     """``chat.completion``. ``tandem`` in a choice says how many calls couldn't be parsed."""
     choices = []
+    name = _names(want, decode)
     for number, (part, answer) in enumerate(zip(parts, answers, strict=True)):
         choice: dict[str, Any] = {
             "index": number,
             "message": answer.message,
             "finish_reason": answer.finish_reason,
-            "logprobs": {"content": _content(part, text, want.top)} if want.logprobs else None,
+            "logprobs": {"content": _content(part, name, want.top)} if want.logprobs else None,
         }
         if answer.malformed:
             choice["tandem"] = {"malformed_tool_calls": answer.malformed}
@@ -193,7 +201,7 @@ def _unsent(text: str, sent: str | None) -> str:
     return text[len(sent) :] if text.startswith(sent) else ""
 
 
-def completion(model: str, parts: Sequence[Part], want: Wanted, text: Text) -> dict[str, Any]:
+def completion(model: str, parts: Sequence[Part], want: Wanted, decode: Decode) -> dict[str, Any]:
     """``text_completion``, the answers to a prompt after one another; with ``echo`` it is their beginning."""
     choices = []
     for number, part in enumerate(parts):
@@ -201,9 +209,9 @@ def completion(model: str, parts: Sequence[Part], want: Wanted, text: Text) -> d
         said = "" if sample is None else want.said(sample.text, end_of(sample) == "stop")
         choice: dict[str, Any] = {
             "index": number,
-            "text": "".join(map(text, part.prompt)) + said if want.echo else said,
+            "text": "".join(decode([token]) for token in part.prompt) + said if want.echo else said,
             "finish_reason": "length" if sample is None else end_of(sample),
-            "logprobs": _of_completion(part, want, text) if want.logprobs else None,
+            "logprobs": _of_completion(part, want, decode) if want.logprobs else None,
         }
         if want.token_ids:
             choice["token_ids"] = part.own
@@ -216,23 +224,25 @@ def completion(model: str, parts: Sequence[Part], want: Wanted, text: Text) -> d
     }
 
 
-def _of_completion(part: Part, want: Wanted, text: Text) -> dict[str, Any]:
+def _of_completion(part: Part, want: Wanted, decode: Decode) -> dict[str, Any]:
     """Log-probs of an answer's tokens, with ``echo`` of its prompt's too. The first token of all has none."""
     tokens, start = part.own, len(part.prompt)
     logprobs: list[float | None] = [] if part.sample is None else [*part.sample.logprobs.tolist()]
     if want.echo:
         given = [] if part.known is None else part.known.own[: start - 1].tolist()
         tokens, logprobs, start = [*part.prompt, *tokens], [None, *given, *logprobs], 0
-    texts = [text(token) for token in tokens]
+    name = _names(want, decode)
+    texts = [decode([token]) for token in tokens]
+    names = [name(token) for token in tokens] if want.ids_as_texts else texts
     top: list[dict[str, float] | None] = []
     offsets, offset = [], 0
-    for place, (said, logprob) in enumerate(zip(texts, logprobs, strict=True), start):
+    for place, (text, said, logprob) in enumerate(zip(texts, names, logprobs, strict=True), start):
         offsets.append(offset)
-        offset += len(said)
+        offset += len(text)
         alone = None if logprob is None else {said: logprob}
-        top.append(_by_text(part, place, text, want.top) or alone)
+        top.append(_by_text(part, place, name, want.top) or alone)
     return {
-        "tokens": texts,
+        "tokens": names,
         "token_logprobs": logprobs,
         "top_logprobs": top,
         "text_offset": offsets,

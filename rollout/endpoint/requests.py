@@ -35,9 +35,16 @@ REFUSED = (
     "chat_template",
     "chat_template_kwargs",
     "continue_final_message",
+    "reasoning_effort",
+    "add_special_tokens",
 )
 """Fields that would have an effect which the endpoint doesn't have, unless they are 0, false or empty."""
-NEUTRAL = {"repetition_penalty": 1, "length_penalty": 1, "add_generation_prompt": True}
+NEUTRAL = {
+    "repetition_penalty": 1,
+    "length_penalty": 1,
+    "add_generation_prompt": True,
+    "skip_special_tokens": True,
+}
 """Such fields with the value that has no effect."""
 MOST_ALTERNATIVES = 20
 """Log-probs of other tokens at each place; vLLM gives no more."""
@@ -66,6 +73,8 @@ class Wanted:
     """Number of most likely tokens that are told at each place; where it is 1, a sampled token may stand for it."""
     token_ids: bool
     """``return_token_ids``."""
+    ids_as_texts: bool
+    """``return_tokens_as_token_ids``: log-probs name tokens ``token_id:N``, since several may have one text."""
     stream: bool
     usage: bool
     """Whether a stream ends with the usage."""
@@ -175,6 +184,7 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
         # OpenAI's two forms: a number, or true and another field's number.
         top=int(logprobs if top is None and type(logprobs) is int else top or 0),
         token_ids=body.get("return_token_ids") is True,
+        ids_as_texts=body.get("return_tokens_as_token_ids") is True,
         stream=body.get("stream") is True,
         usage=isinstance(options, Mapping) and options.get("include_usage") is True,
         echo=body.get("echo") is True,

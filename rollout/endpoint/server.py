@@ -57,6 +57,8 @@ CLOSE_SECONDS = 2.0
 """How long open connections may take to end when the endpoint is closed."""
 FINISHED_KEYS = 4096
 """Keys of finished sessions that are remembered, so that a late client learns that its session is over."""
+IN_ANY_CASE = ("logprobs", "n", "skip_special_tokens")
+"""Parameters that change nothing where tokens are generated."""
 
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
@@ -299,7 +301,7 @@ class Endpoint:
         prompt = ticket.context.tolist()
         parts = [Part(prompt=prompt, sample=sample) for sample in samples]
         await add_logprobs(self._engine, parts, want, self._context, self._turns.vouched)
-        reply = forms.chat(self.model, parts, answers, want, self._token)
+        reply = forms.chat(self.model, parts, answers, want, self._chat.renderer.decode)
         return await forms.send(request, reply, want, forms.chat_chunks, live)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -326,7 +328,7 @@ class Endpoint:
                 for (_, ticket), sample in zip(turns, samples, strict=True)
             ]
         await add_logprobs(self._engine, parts, want, self._context, self._turns.vouched)
-        reply = forms.completion(self.model, parts, want, self._token)
+        reply = forms.completion(self.model, parts, want, self._chat.renderer.decode)
         return await forms.send(request, reply, want, forms.completion_chunks, live)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -336,8 +338,8 @@ class Endpoint:
             raise DataError("sampling_params should be an object")
         if body.get("stream"):
             raise DataError("stream isn't supported where tokens are generated: leave it out")
-        # Clients set these two to what they read in any case.
-        known = {k: v for k, v in (params or {}).items() if k not in ("logprobs", "n")}
+        # Clients set them to what they read in any case.
+        known = {k: v for k, v in (params or {}).items() if k not in IN_ANY_CASE}
         want = wanted({**known, "return_token_ids": body.get("return_token_ids")})
         want.check_tokens()
         session: Session = request["session"]
@@ -401,10 +403,6 @@ class Endpoint:
         stops = (*want.stop, *self._chat.renderer.special_texts(want.stop_tokens))
         request["live"] = live = LiveStream(request, kind, self.model, backend, stops)
         return live
-
-    def _token(self, token: int) -> str:
-        """The text of one token."""
-        return self._chat.renderer.decode([token])
 
 
 def _bytes(key: str) -> bytes:

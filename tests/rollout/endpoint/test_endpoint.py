@@ -183,7 +183,9 @@ def test_token_ids_go_in_and_out_and_both_spellings_are_there(serving: Any) -> N
             ids = served.tokenizer.encode("12*3=?")
             seen: list[int] = [*ids]
             for _ in range(3):
-                body = {"token_ids": seen, "sampling_params": {"max_tokens": 6, "logprobs": 1}}
+                # As the package renderers asks.
+                params = {"max_tokens": 6, "logprobs": 1, "skip_special_tokens": False}
+                body = {"token_ids": seen, "sampling_params": params}
                 async with http.post(f"{root}/inference/v1/generate", json=body) as answer:
                     choice = (await answer.json())["choices"][0]
                 content = choice["logprobs"]["content"]
@@ -579,6 +581,9 @@ def test_an_episode_that_is_played_again_asks_while_its_lost_turn_is_sampled(ser
         ("guided_choice", ["yes", "no"], None),
         ("prompt_logprobs", 1, None),
         ("add_generation_prompt", False, True),
+        ("add_special_tokens", True, False),
+        ("skip_special_tokens", False, True),
+        ("reasoning_effort", "high", None),
     ],
 )
 def test_what_would_have_an_effect_that_isnt_there_is_refused(

@@ -163,6 +163,35 @@ def test_alternatives_to_what_was_sampled_are_told_on_both_routes(serving: Any) 
     scenario(serving, body)
 
 
+def test_log_probs_name_tokens_by_their_ids_where_a_client_wants_them_so(serving: Any) -> None:
+    async def body(client: Client, served: Any) -> None:
+        row = served.tokenizer.encode(PROMPTS[0])
+        how = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+        (choice,) = await client.completions(row, logprobs=2, echo=True, **how)
+        told, tokens = choice["logprobs"], [*row, *choice["token_ids"]]
+        assert told["tokens"] == [f"token_id:{token}" for token in tokens]
+        known = forward(served.model, tokens)
+        for place in range(1, len(tokens)):
+            best = [*np.argsort(-known[place - 1])[:2].tolist(), tokens[place]]
+            assert_near(
+                told["top_logprobs"][place],
+                {f"token_id:{token}": float(known[place - 1][token]) for token in best},
+            )
+        # They are still places in the text.
+        texts = [served.tokenizer.decode([token]) for token in tokens]
+        assert told["text_offset"] == [len("".join(texts[:n])) for n in range(len(texts))]
+        asked = {"messages": [{"role": "user", "content": "2*2=?"}], "max_tokens": 4}
+        chat = await client(
+            "/v1/chat/completions", **asked, **how, logprobs=True, top_logprobs=2, temperature=0
+        )
+        (said,) = chat["choices"]
+        content = said["logprobs"]["content"]
+        assert [one["token"] for one in content] == [f"token_id:{t}" for t in said["token_ids"]]
+        assert all(one["top_logprobs"][0]["token"] == one["token"] for one in content)
+
+    scenario(serving, body)
+
+
 def test_equal_seeds_give_equal_answers_and_no_two_of_a_request(serving: Any) -> None:
     async def body(client: Client, served: Any) -> None:
         async def texts(**how: Any) -> list[str]:
