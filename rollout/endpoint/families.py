@@ -14,7 +14,7 @@ from typing import Any
 
 from ...common.config.environments import RENDERERS
 from ...common.errors import ConfigError
-from .tools import Call, Parsed
+from .tools import Call, Parsed, can_be_sent
 
 OK, NO_SUCH_TOOL = "ok", "unknown_tool"
 """Statuses of calls that can be parsed. Whether there is such a tool is for the environment to say."""
@@ -81,6 +81,7 @@ def _is_read(call: Any) -> bool:
         str(call.status) in (OK, NO_SUCH_TOOL)
         and isinstance(call.name, str)
         and isinstance(call.arguments, dict)
+        and can_be_sent([call.name, call.arguments])
     )
 
 

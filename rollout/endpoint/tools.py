@@ -150,23 +150,32 @@ def _parsed(text: str, found: list[str], rest: str) -> Parsed:
 def _call(text: str) -> Call | None:
     try:
         value = json.loads(text)
-        # Infinite numbers, and nesting that can be read but not written.
-        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not can_be_sent(value):
         return None
     name = value.get("name")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-            json.dumps(arguments, allow_nan=False)
         except (ValueError, RecursionError):
+            return None
+        if not can_be_sent(arguments):
             return None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     return Call(name=name, arguments=arguments)
+
+
+def can_be_sent(value: Any) -> bool:
+    """Whether clients can send a value back as JSON: it has no infinite numbers, no nesting that can be read but not
+    written, and no half of a surrogate pair, which JSON can spell but no text has."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _by_template(text: str, tokenizer: Any, prefix: str, most: int) -> Parsed:

@@ -78,7 +78,9 @@ def kimi() -> Any:
 
 def kimi_call(arguments: str) -> str:
     said = f"<|tool_call_begin|>functions.multiply:0<|tool_call_argument_begin|>{arguments}"
-    return f"<|tool_calls_section_begin|>{said}<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
+    return (
+        f"<|tool_calls_section_begin|>{said}<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
+    )
 
 
 def test_a_call_of_a_family_whose_calls_have_ids_keeps_its_own(kimi: Any) -> None:
@@ -92,6 +94,12 @@ def test_a_call_of_a_family_whose_calls_have_ids_keeps_its_own(kimi: Any) -> Non
         "tool_calls"
     ]
     assert (made["id"], made["function"]["name"]) == ("functions.multiply:0", "multiply")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": NaN}'])
+def test_arguments_that_no_client_can_send_back_are_malformed(kimi: Any, arguments: str) -> None:
+    found = read(family_of(kimi, "renderers:kimi-k2"), kimi, kimi_call(arguments))
+    assert (found.calls, found.malformed) == ((), 1)
 
 
 def test_by_itself_only_a_published_models_own_name_chooses_it(qwen: Any) -> None:

@@ -60,6 +60,9 @@ def test_calls_are_found(style: Any, text: str, calls: Any, content: str) -> Non
         '{"name": "", "arguments": {}}',
         '{"name": "f", "arguments": 3}',
         '{"name": "f", "arguments": "no JSON"}',
+        '{"name": "f", "arguments": {"a": "\\ud800"}}',
+        '{"name": "f", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}',
+        '{"name": "\\udfff", "arguments": {}}',
         '{"name": "f", "arguments": {"a": NaN}}',
         '{"name": "f", "arguments": {"a": 1e999}}',
         '{"name": "f", "arguments": "{\\"a\\": Infinity}"}',
@@ -108,6 +111,11 @@ def test_no_more_calls_are_read_than_a_turn_may_have(style: Any) -> None:
 def test_arguments_as_text_are_read_too() -> None:
     (call,) = parse('{"name": "f", "arguments": "{\\"a\\": 1}"}', "json").calls
     assert call.arguments == {"a": 1}
+
+
+def test_both_halves_of_a_surrogate_pair_are_a_letter() -> None:
+    (call,) = parse('{"name": "f", "arguments": {"a": "\\ud83d\\ude42"}}', "json").calls
+    assert call.arguments == {"a": "🙂"}
 
 
 @pytest.mark.parametrize(
