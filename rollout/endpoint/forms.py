@@ -209,7 +209,7 @@ def completion(model: str, parts: Sequence[Part], want: Wanted, decode: Decode) 
         said = "" if sample is None else want.said(sample.text, end_of(sample) == "stop")
         choice: dict[str, Any] = {
             "index": number,
-            "text": "".join(decode([token]) for token in part.prompt) + said if want.echo else said,
+            "text": decode(part.prompt) + said if want.echo else said,
             "finish_reason": "length" if sample is None else end_of(sample),
             "logprobs": _of_completion(part, want, decode) if want.logprobs else None,
         }

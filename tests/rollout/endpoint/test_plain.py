@@ -131,6 +131,16 @@ def test_an_echo_has_the_prompts_logprobs_and_the_likeliest_tokens(serving: Any)
     scenario(serving, body)
 
 
+def test_an_echo_has_the_prompts_text_whole(serving: Any) -> None:
+    async def body(client: Client, served: Any) -> None:
+        prompt = "Grüße, 日本 🙂: 12*3=?"
+        (answer,) = await client.completions(prompt)
+        (echo,) = await client.completions(prompt, echo=True)
+        assert echo["text"] == prompt + answer["text"]
+
+    scenario(serving, body)
+
+
 def test_alternatives_to_what_was_sampled_are_told_on_both_routes(serving: Any) -> None:
     async def body(client: Client, served: Any) -> None:
         row = served.tokenizer.encode(PROMPTS[0])
