@@ -31,9 +31,12 @@ class BoundedLog(asyncio.Protocol):
         """Writes what has come. A full disk costs the text, and nothing else."""
         with contextlib.suppress(OSError):
             if self._length + len(data) > self._most:
-                os.close(self._descriptor)
-                self._file.replace(f"{self._file}.1")
+                with contextlib.suppress(FileNotFoundError):
+                    self._file.replace(f"{self._file}.1")
+                # Closed once there is a new one: until then the number may not become another file's.
+                full = self._descriptor
                 self._open()
+                os.close(full)
             self._length += os.write(self._descriptor, data)
 
     def connection_lost(self, error: Exception | None) -> None:

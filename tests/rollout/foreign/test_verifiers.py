@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -348,3 +349,22 @@ def test_the_log_is_bounded_and_only_ours_to_read(tmp_path: Path) -> None:
     assert file.stat().st_size <= 100
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_log_whose_folder_is_gone_closes_no_file_of_others_and_goes_on_with_a_new_one(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    log = BoundedLog(folder / "log", most=10)
+    log.data_received(b"12345678\n")
+    shutil.rmtree(folder)
+    log.data_received(b"lost\n")
+    with (tmp_path / "other").open("w+b") as other:
+        log.data_received(b"lost as well\n")
+        assert os.fstat(other.fileno()).st_size == 0
+        folder.mkdir()
+        log.data_received(b"kept\n")
+        log.connection_lost(None)
+        assert os.fstat(other.fileno()).st_size == 0
+    assert (folder / "log").read_bytes() == b"kept\n"
