@@ -1,0 +1,86 @@
+"""The ways into a sandbox: what ends with it, and the installations in which it is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.reward.sandbox import sandbox
+
+STAYS = """
+import ctypes, os, time
+# Neither the end of its parent nor a signal to its group is to reach it or what it starts.
+ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+os.setsid()
+os.fork()
+time.sleep(432)
+"""
+RUNNER = f"""
+import sys
+from tandem.reward.sandbox import sandbox
+(box,) = (way for way in sandbox.WAYS if way.how == sys.argv[1])
+box.run(["-I", "-c", {STAYS!r}], b"", b"", sandbox.Limits(seconds=60.0))
+"""
+"""Runs the program in the sandbox that its argument names."""
+
+
+def staying() -> list[psutil.Process]:
+    """The processes of :data:`STAYS`, without those of bubblewrap that lead to them."""
+    command = [sys.executable, "-I", "-c", STAYS]
+    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == command]
+
+
+@pytest.fixture
+def tidy() -> Iterator[None]:
+    """Ends what should have ended by itself."""
+    yield
+    for process in staying():
+        process.kill()
+
+
+def test_a_program_that_leaves_its_parent_and_session_ends_at_its_deadline(
+    box: sandbox.Box, tidy: None, make: Any
+) -> None:
+    ran = box.run(["-I", "-c", STAYS], b"", b"", sandbox.Limits(seconds=1.0))
+    assert ran.timed_out
+    make.until(lambda: not staying(), "the end of a program past its deadline")
+
+
+def test_a_program_that_leaves_its_parent_and_session_ends_with_a_killed_runner(
+    box: sandbox.Box, tidy: None, make: Any
+) -> None:
+    runner = subprocess.Popen([sys.executable, "-c", RUNNER, box.how])
+    try:
+        make.until(lambda: len(staying()) >= 2, "a program that has forked")
+    finally:
+        runner.kill()
+        runner.wait()
+    make.until(lambda: not staying(), "the end of a program whose runner was killed")
+
+
+def test_process_1_is_none_of_the_processes_that_a_program_may_have() -> None:
+    box = sandbox.WAYS[0]
+    if problem := sandbox.probe(box):
+        pytest.skip(problem)
+    forks = """
+import os, time
+for number in range(1, 20):
+    try:
+        if os.fork() == 0:
+            time.sleep(60)
+    except BlockingIOError:
+        print(number, flush=True)
+        break
+"""
+    ran = box.run(["-I", "-c", forks], b"", b"", sandbox.Limits(seconds=10.0))
+    assert ran.output == b"8\n"
+
+
+def test_a_signal_of_the_program_is_told_by_the_status(box: sandbox.Box) -> None:
+    kill = "import os, signal\nos.kill(1, signal.SIGINT)\nos.kill(os.getpid(), signal.SIGKILL)"
+    assert box.run(["-I", "-c", kill], b"", b"", sandbox.Limits(seconds=10.0)).status == 137
