@@ -43,6 +43,8 @@ from ..sandbox.confinement import (
     confine_zygote,
 )
 from .pipes import (
+    MAX_MESSAGE,
+    PACKET_BYTES,
     Crash,
     Done,
     Exited,
@@ -50,6 +52,7 @@ from .pipes import (
     Idle,
     Kill,
     Message,
+    Part,
     Raised,
     Ready,
     Refused,
@@ -60,7 +63,6 @@ from .pipes import (
     read_request,
 )
 
-MAX_MESSAGE = 1 << 18
 EXIT_MEMORY = 3
 EXIT_CRASH = 4
 PARENT_CHECK_SECONDS = 2.0
@@ -113,7 +115,18 @@ def grade_for_ever(channel: socket.socket, trade: Trade) -> None:
         if kind == "compare" and result != "correct" and peak > 0.8 * 1024 * trade.memory_mb:
             # math-verify swallows MemoryError, so at the limit its "wrong" means nothing.
             os._exit(EXIT_MEMORY)
-        channel.send((Raised(raised, peak) if raised else Done(result, peak)).pack())
+        _answer(channel, Raised(raised, peak) if raised else Done(result, peak))
+
+
+def _answer(channel: socket.socket, message: Message) -> None:
+    """Sends a reply, in parts if it is too long for one packet."""
+    data = message.pack()
+    if len(data) <= PACKET_BYTES:
+        channel.send(data)
+        return
+    for start in range(0, len(data), PACKET_BYTES):
+        end = start + PACKET_BYTES
+        channel.send(Part(data[start:end], end >= len(data)).pack())
 
 
 def _read(descriptors: list[int]) -> bytes:
