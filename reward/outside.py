@@ -122,30 +122,26 @@ class Outside:
             failures=[None] * count,
             seconds=[0.0] * count,
         )
-        left = 1
-
-        def begun() -> None:
-            nonlocal left
-            left += 1
-
-        def ended() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                done(result)
-
         # Of an episode that failed nothing is asked.
         alive = [index for index, sample in enumerate(samples) if not sample.has_failed]
-        for part in self._parts if alive else ():
-            if part.kind.place == "sandbox":
-                for index in alive:
-                    self._run_code(part, result, index, begun, ended)
-            elif part.kind.place == "remote":
-                for index in alive:
+        parts = self._parts if alive else []
+        begun, ended = _counted(lambda: done(result))
+
+        def call() -> None:
+            for part in parts:
+                if part.kind.place == "grader":
+                    self._call(part, result, alive, begun, ended)
+            ended()
+
+        # Functions see the verdict of the tests, and so come after them.
+        run_begun, run_ended = _counted(call)
+        for part in parts:
+            for index in alive:
+                if part.kind.place == "sandbox":
+                    self._run_code(part, result, index, run_begun, run_ended)
+                elif part.kind.place == "remote":
                     self._ask(part, result, index, begun, ended)
-            else:
-                self._call(part, result, alive, begun, ended)
-        ended()
+        run_ended()
 
     def _call(
         self,
@@ -254,6 +250,23 @@ class Outside:
         if self.last_error not in self._told and len(self._told) < 100:
             self._told.add(self.last_error)
             logger.warning(f"reward component {self.last_error}")
+
+
+def _counted(done: Callable[[], None]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Two functions, for what begins and what ends; ``done`` follows an end more than there were beginnings."""
+    left = 1
+
+    def begun() -> None:
+        nonlocal left
+        left += 1
+
+    def ended() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            done()
+
+    return begun, ended
 
 
 def _failed(part: Part, result: OutsideResult, index: int, failure: Verdict | None) -> None:

@@ -520,6 +520,22 @@ def test_the_share_of_passed_tests_is_paid_and_is_the_verdict(coder: Grader) -> 
     assert (half.verdict, half.reward) == (Verdict.WRONG, 0.5)
 
 
+def test_a_function_sees_the_verdict_of_the_tests_and_the_program(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "seen_rewards.py").write_text(
+        "def seen(verdict, extracted, **columns):\n"
+        "    return [float(v == 'correct' and 'def f' in e) for v, e in zip(verdict, extracted)]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    parts = (ComponentConfig(name="seen_rewards:seen"), ComponentConfig(name="code"))
+    with Grader(RewardConfig(components=parts, graders=1)) as grader:
+        right = graded(grader, f"```python\n{SQUARE}```", ["assert f(2) == 4"])
+        wrong = graded(grader, f"```python\n{SQUARE}```", ["assert f(2) == 5"])
+    assert right.components == {"seen_rewards:seen": 1.0, "code": 1.0}
+    assert wrong.components == {"seen_rewards:seen": 0.0, "code": 0.0}
+
+
 def test_a_crash_of_the_sandbox_pays_nothing_where_accuracy_pays_for_the_tests() -> None:
     parts = (ComponentConfig(name="accuracy"), ComponentConfig(name="code", weight=0.0))
     # The kernel takes no limit of that size, so that no box can be set up.
