@@ -393,9 +393,11 @@ class GraderProcesses:
         if not slot.was_ready:
             self._failed_graders += 1
             if self._failed_graders >= MAX_FAILED_STARTS * self.count:
+                more = f"raise reward.memory_mb={self.memory_mb}"
+                other = reason.startswith("crashed") and "MemoryError" not in reason
                 raise TandemError(
-                    f"graders can't start: {self._failed_graders} died in a row before their first "
-                    f"request (last: {reason}); raise reward.memory_mb={self.memory_mb}?"
+                    f"graders can't start: {self._failed_graders} died in a row before their first request "
+                    f"(last: {reason}); {'its traceback is in the log' if other else more}"
                 )
         if request is not None:
             request.reason = reason

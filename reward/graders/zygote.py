@@ -34,7 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...common.confinement import readable_by_others
+from ...common.confinement import can_drop_user, readable_by_others
 from ...common.errors import TandemError, WireError
 from ..sandbox.confinement import (
     allow_cpu,
@@ -78,7 +78,7 @@ class Trade:
     handlers: dict[str, Handler] = field(default_factory=dict)
     """Kind of request to its handler."""
     files: list[str] = field(default_factory=list)
-    """Files that a grader may have to read; if any user may read them, the grader runs as another user."""
+    """Files that a grader may have to read; if any user may read them, root's grader becomes one without rights."""
     memory_mb: int = 1024
     """Address-space limit of a grader, MiB."""
     about: str = ""
@@ -171,7 +171,8 @@ class Zygote:
         self._trade = trade
         self._children: dict[int, int] = {}
         self._slots: dict[int, int] = {}
-        self._drop = all(readable_by_others(file) for file in [os.__file__, *trade.files])
+        files = [os.__file__, *trade.files]
+        self._drop = all(map(readable_by_others, files)) and can_drop_user()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self._wake_read, False)
