@@ -135,15 +135,15 @@ def _end_as(child: int) -> NoReturn:
 
 def _build_root() -> None:
     """Makes a root in memory with the system's folders bound into it read-only, and nothing else."""
-    paths = [path for path in (*SYSTEM, *DEVICES, *_pythons()) if os.path.lexists(path)]
+    paths = {path: path for path in (*SYSTEM, *DEVICES) if os.path.lexists(path)} | _pythons()
     _mount("none", "/", None, _REC | _PRIVATE)
     _mount("box", "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={MEMORY_DISK},mode=755")
     os.makedirs("/tmp/old")
     os.makedirs(f"/tmp/new{HOME}")
     _pivot("/tmp", "/tmp/old")
     os.chdir("/")
-    for path in paths:
-        _bind(path)
+    for path, place in paths.items():
+        _bind(place, path)
     os.makedirs("/new/tmp", exist_ok=True)
     for folder in (f"/new{HOME}", "/new/tmp"):
         os.chmod(folder, 0o777)
@@ -160,8 +160,8 @@ def _pivot(root: str, old: str) -> None:
     _call("syscall", ctypes.c_long(number), root.encode(), old.encode())
 
 
-def _bind(path: str) -> None:
-    source, target = f"/old{path}", f"/new{path}"
+def _bind(place: str, path: str) -> None:
+    source, target = f"/old{place}", f"/new{path}"
     if os.path.islink(source):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         if not os.path.lexists(target):
@@ -183,12 +183,22 @@ def _bind(path: str) -> None:
     )
 
 
-def _pythons() -> list[str]:
-    """Folders of this interpreter, without those inside another one of them."""
-    folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.realpath(sys.base_prefix)}
+def _pythons() -> dict[str, str]:
+    """Folders of this interpreter, each with the place to which links on its way lead.
+
+    Those inside another one, or inside the system's, are left out, and each place is one of the folders: a
+    link inside another folder leads there.
+    """
+    folders = {sys.prefix, sys.base_prefix, sys.exec_prefix}
     folders |= {os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
-    folders -= {"/", ""}
-    return sorted(p for p in folders if not any(p.startswith(f"{s}/") or p == s for s in SYSTEM))
+    folders |= {os.path.realpath(folder) for folder in folders}
+    folders = {folder for folder in folders - {"/", ""} if os.path.isdir(folder)}
+    inside = tuple(f"{folder}/" for folder in (*SYSTEM, *folders))
+    return {
+        folder: os.path.realpath(folder)
+        for folder in sorted(folders)
+        if folder not in SYSTEM and not folder.startswith(inside)
+    }
 
 
 def environment() -> dict[str, str]:
@@ -239,11 +249,13 @@ def bubblewrap(command: list[str], limits: Limits) -> None:
     arguments = [program, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
     # First, since the interpreter may be inside it.
     arguments += ["--tmpfs", "/tmp"]
-    for path in (*SYSTEM, *_pythons()):
+    for path in SYSTEM:
         if os.path.islink(path):
             arguments += ["--symlink", os.readlink(path), path]
         else:
             arguments += ["--ro-bind-try", path, path]
+    for path, place in _pythons().items():
+        arguments += ["--ro-bind", place, path]
     arguments += ["--dev", "/dev", "--tmpfs", HOME, "--chdir", HOME]
     arguments += ["--uid", "1000", "--gid", "1000"]
     for name, value in environment().items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,7 +25,7 @@ RUNNER = f"""
 import sys
 from tandem.reward.sandbox import sandbox
 (box,) = (way for way in sandbox.WAYS if way.how == sys.argv[1])
-box.run(["-I", "-c", {STAYS!r}], b"", b"", sandbox.Limits(seconds=60.0))
+print(box.run(["-I", "-c", {STAYS!r}], b"", b"", sandbox.Limits(seconds=60.0)))
 """
 """Runs the program in the sandbox that its argument names."""
 
@@ -84,3 +85,21 @@ for number in range(1, 20):
 def test_a_signal_of_the_program_is_told_by_the_status(box: sandbox.Box) -> None:
     kill = "import os, signal\nos.kill(1, signal.SIGINT)\nos.kill(os.getpid(), signal.SIGKILL)"
     assert box.run(["-I", "-c", kill], b"", b"", sandbox.Limits(seconds=10.0)).status == 137
+
+
+@pytest.mark.parametrize("above", [0, 1], ids=["the environment", "a folder above it"])
+def test_an_environment_behind_a_link_is_found(
+    box: sandbox.Box, above: int, tmp_path: Path
+) -> None:
+    """As with ``.venv -> /scratch/venv``, or ``/home -> /nfs/home``."""
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("Python isn't in an environment")
+    linked = [Path(sys.prefix), *Path(sys.prefix).parents][above]
+    (tmp_path / "link").symlink_to(linked)
+    python = tmp_path / "link" / Path(sys.executable).relative_to(linked)
+    ran = subprocess.run(
+        [python, "-c", RUNNER.replace(repr(STAYS), repr("print(6 * 7)")), box.how],
+        capture_output=True,
+        text=True,
+    )
+    assert "output=b'42\\n'" in ran.stdout, ran
