@@ -27,7 +27,7 @@ a function without ``**columns`` gets only those that it names:
 ``finish_reason``      ``[G]`` ``stop``, ``length`` or ``deadline``
 ``log_extra``,         functions that do nothing, for a function that can't be called without them
 ``log_metric``
-any key of ``extra``   ``[G]`` the data set's own columns
+any key of ``extra``   ``[G]`` the data set's own columns; integers beyond 64 bits are texts
 any of ``params``      as the config has it
 =====================  ========================================================================
 

@@ -107,14 +107,16 @@ class Request:
 def _packed(payload: list[Any]) -> bytes:
     try:
         return msgspec.msgpack.encode(payload)
-    except UnicodeEncodeError:
-        # A text with half a surrogate pair can't be right.
+    except (UnicodeEncodeError, OverflowError):
+        # A text with half a surrogate pair can't be right, and a longer integer travels as text, as a date does.
         return msgspec.msgpack.encode(_clean(payload))
 
 
 def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return str(value)
     if isinstance(value, dict):
         return {_clean(k): _clean(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
