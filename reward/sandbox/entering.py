@@ -227,8 +227,8 @@ def _limit(limits: Limits, *, processes: int | None = MAX_PROCESSES, refuse: boo
         resource.setrlimit(what, (most, most))
     if processes is not None:
         resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
-    _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
     if refuse:
+        _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
         refuse_calls()
 
 
@@ -260,7 +260,8 @@ def bubblewrap(command: list[str], limits: Limits) -> None:
     arguments += ["--uid", "1000", "--gid", "1000"]
     for name, value in environment().items():
         arguments += ["--setenv", name, value]
-    # bwrap applies the filter after building the box, which takes calls that the filter refuses.
+    # bwrap applies the filter after building the box, which takes calls that the filter refuses. It gives up new
+    # privileges first of all; where it is installed with the set-user-id bit, it couldn't start without them.
     filtered = os.memfd_create("calls", 0)
     os.write(filtered, refused_calls())
     os.lseek(filtered, 0, os.SEEK_SET)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import psutil
@@ -103,3 +105,19 @@ def test_an_environment_behind_a_link_is_found(
         text=True,
     )
     assert "output=b'42\\n'" in ran.stdout, ran
+
+
+def test_bubblewrap_starts_with_its_set_user_id_bit_and_its_program_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    box = sandbox.WAYS[-1]
+    if problem := sandbox.probe(box):
+        pytest.skip(problem)
+    # Says whether the kernel would heed the bit of what it executes, then executes bubblewrap.
+    first = tmp_path / "bwrap"
+    first.write_text(f'#!/bin/sh\ngrep NoNewPrivs /proc/self/status\nexec {which("bwrap")} "$@"\n')
+    first.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    program = "import ctypes\nprint('inside:', ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))"
+    ran = box.run(["-I", "-c", program], b"", b"", sandbox.Limits(seconds=10.0))
+    assert ran.output.split() == [b"NoNewPrivs:", b"0", b"inside:", b"1"]
