@@ -17,7 +17,7 @@ import pytest
 from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.errors import ConfigError, TandemError
 from tandem.common.records import Verdict
-from tandem.reward.components.code import code, last_block, read_tests
+from tandem.reward.components.code import CodeReward, code, last_block, read_tests
 from tandem.reward.components.registry import component
 from tandem.reward.grading import Grade, GradeItem, Grader
 from tandem.reward.sandbox import entering, sandbox
@@ -501,6 +501,23 @@ def test_a_grader_whose_sandbox_is_missing_does_not_start(
     part = ComponentConfig(name="code", params={"sandbox": "bubblewrap"})
     with Grader(RewardConfig(components=(part,), graders=1)) as grader:
         with pytest.raises(TandemError, match="bwrap isn't installed"):
+            grader.canary()
+
+
+@pytest.mark.parametrize(
+    ("trial", "told"),
+    [
+        (["x = 1", [["assert", "assert x == 2"]], 10.0, 10.0, 512, True], "it failed its test"),
+        # The kernel takes no limit of that size, so that no box can be set up.
+        (["x = 1", [["assert", "assert x == 1"]], 10.0, 10.0, 1 << 44, True], "the sandbox failed"),
+    ],
+)
+def test_a_grader_whose_sandbox_fails_its_trial_does_not_start(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, trial: list[Any], told: str
+) -> None:
+    monkeypatch.setattr(CodeReward, "trial", staticmethod(lambda: trial))
+    with Grader(RewardConfig(components=(ComponentConfig(name="code"),), graders=1)) as grader:
+        with pytest.raises(TandemError, match=f"the sandbox is broken.*{told}.*params.sandbox"):
             grader.canary()
 
 
