@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -182,23 +181,6 @@ def test_single_tokens_of_long_completions_are_paid_too(module: Path) -> None:
         (one,) = grader.grade_texts(items("a", tokens=ids))
         assert (one.reward, len(one.token_rewards or ())) == (29_994.0, 30_000)
         assert (grader.restarts, grader.stats()["function_calls"]) == ([], 2)
-
-
-def test_a_reply_that_has_waited_for_the_pool_is_no_timeout(module: Path, make: Any) -> None:
-    with Grader(
-        RewardConfig(components=(own("each_token", deadline_seconds=2.0),), graders=1)
-    ) as grader:
-        grader.canary()
-        done: list[Any] = []
-        ids = np.arange(100_000, dtype=np.int32)
-        grader.begin_items(items(*"abcd", tokens=ids), done.extend)
-        (pid,) = grader.grader_pids()
-        # It has sent what its socket takes; then the deadline passes, with nobody who looks.
-        process = psutil.Process(pid)
-        make.until(lambda: process.status() == psutil.STATUS_SLEEPING, "a full socket")
-        time.sleep(2.1)
-        grader.wait(lambda: bool(done), "a long reply")
-    assert [grade.reward for grade in done] == [99_994.0] * 4
 
 
 def test_one_call_has_the_whole_group(plain: Grader) -> None:
