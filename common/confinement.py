@@ -49,12 +49,30 @@ def no_new_privileges() -> bool:
     return _control(_PR_SET_NO_NEW_PRIVS, 1)
 
 
+def can_drop_user(user: int = NOBODY) -> bool:
+    """Whether this is root's process and may become one of that user. It may not where root is without capabilities,
+    as in some containers, or without other users, as in a user namespace of one. Tried in a child."""
+    if os.geteuid() != 0:
+        return False
+    child = os.fork()
+    if child == 0:
+        try:
+            drop_user(user)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
 def drop_user(user: int = NOBODY) -> None:
-    """Makes root's process one of a user without rights; ``die_with`` must be called after it."""
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
+    """Makes root's process one of a user without rights; ``die_with`` must be called after it.
+
+    Raises:
+        OSError: it may not (:func:`can_drop_user`).
+    """
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def readable_by_others(path: str) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common.config import RewardConfig
+from ..common.errors import TandemError
 from ..common.records import Verdict
 from .components.asking import Asking
 from .components.code import CodeReward
@@ -27,6 +28,8 @@ from .servers import Answered, Servers
 
 logger = logging.getLogger("tandem.reward")
 
+TRIAL_SECONDS = 30.0
+"""Deadline of a sandbox's trial, whatever a test's is: the machine may be starting other processes."""
 _WORST = (Verdict.CRASHED, Verdict.JUDGE_FAILED, Verdict.MEMORY, Verdict.TIMEOUT)
 
 
@@ -102,16 +105,28 @@ class Outside:
         return self._code is not None and self._code.has_tests(extra)
 
     def check(self) -> Callable[[], bool]:
-        """Makes every sandbox run something; the returned function says whether all have succeeded."""
-        waiting = len(self.sandboxes)
+        """Makes every sandbox run something; the returned function says whether all have succeeded.
 
-        def found(outcome: Outcome) -> None:
-            nonlocal waiting
-            waiting -= 1
-
+        Raises:
+            TandemError: from the returned function, if one hasn't.
+        """
+        outcomes: list[Outcome] = []
         for sandbox in self.sandboxes:
-            sandbox.submit("code", CodeReward.trial(), found)
-        return lambda: waiting == 0
+            sandbox.submit("code", CodeReward.trial(), outcomes.append, deadline=TRIAL_SECONDS)
+
+        def succeeded() -> bool:
+            for outcome in outcomes:
+                passed, total, late = outcome.result or (0, 1, 0)
+                if passed != total:
+                    why = "it ran out of time" if late else "it failed its test"
+                    raise TandemError(
+                        f"the sandbox is broken: a program that passes its test was run for a trial, and "
+                        f"{outcome.reason or outcome.failure or why}; no code is graded. Choose another way by "
+                        f"params.sandbox of the component code, or grade on another host"
+                    )
+            return len(outcomes) == len(self.sandboxes)
+
+        return succeeded
 
     def begin(self, samples: Sequence[Graded], done: Callable[[OutsideResult], None]) -> None:
         """Starts on a group; ``done`` gets the result, now or from a later poll."""
@@ -122,30 +137,26 @@ class Outside:
             failures=[None] * count,
             seconds=[0.0] * count,
         )
-        left = 1
-
-        def begun() -> None:
-            nonlocal left
-            left += 1
-
-        def ended() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                done(result)
-
         # Of an episode that failed nothing is asked.
         alive = [index for index, sample in enumerate(samples) if not sample.has_failed]
-        for part in self._parts if alive else ():
-            if part.kind.place == "sandbox":
-                for index in alive:
-                    self._run_code(part, result, index, begun, ended)
-            elif part.kind.place == "remote":
-                for index in alive:
+        parts = self._parts if alive else []
+        begun, ended = _counted(lambda: done(result))
+
+        def call() -> None:
+            for part in parts:
+                if part.kind.place == "grader":
+                    self._call(part, result, alive, begun, ended)
+            ended()
+
+        # Functions see the verdict of the tests, and so come after them.
+        run_begun, run_ended = _counted(call)
+        for part in parts:
+            for index in alive:
+                if part.kind.place == "sandbox":
+                    self._run_code(part, result, index, run_begun, run_ended)
+                elif part.kind.place == "remote":
                     self._ask(part, result, index, begun, ended)
-            else:
-                self._call(part, result, alive, begun, ended)
-        ended()
+        run_ended()
 
     def _call(
         self,
@@ -254,6 +265,23 @@ class Outside:
         if self.last_error not in self._told and len(self._told) < 100:
             self._told.add(self.last_error)
             logger.warning(f"reward component {self.last_error}")
+
+
+def _counted(done: Callable[[], None]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Two functions, for what begins and what ends; ``done`` follows an end more than there were beginnings."""
+    left = 1
+
+    def begun() -> None:
+        nonlocal left
+        left += 1
+
+    def ended() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            done()
+
+    return begun, ended
 
 
 def _failed(part: Part, result: OutsideResult, index: int, failure: Verdict | None) -> None:

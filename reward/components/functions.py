@@ -22,12 +22,12 @@ a function without ``**columns`` gets only those that it names:
 ``completion_ids``     ``[G][L]`` token ids, if they are known
 ``gold``               ``[G]`` the gold answer; also as ``ground_truth`` and ``solution``
 ``data_source``        ``[G]`` the data set's name for where the row is from
-``verdict``            ``[G]`` the grader's verdict: ``correct``, ``wrong``, …
-``extracted``          ``[G]`` the answer that was read, or None
+``verdict``            ``[G]`` the grader's verdict, or that of the row's tests: ``correct``, ``wrong``, …
+``extracted``          ``[G]`` the answer that was read, the program that was run, or None
 ``finish_reason``      ``[G]`` ``stop``, ``length`` or ``deadline``
 ``log_extra``,         functions that do nothing, for a function that can't be called without them
 ``log_metric``
-any key of ``extra``   ``[G]`` the data set's own columns
+any key of ``extra``   ``[G]`` the data set's own columns; integers beyond 64 bits are texts
 any of ``params``      as the config has it
 =====================  ========================================================================
 

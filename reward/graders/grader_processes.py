@@ -29,7 +29,7 @@ from typing import Any
 from ...common.cores import usable_cores
 from ...common.errors import TandemError, WireError
 from ...common.records import Verdict
-from .deadlines import LOOK_AGAIN, SLOW, InLine, fair_share, is_over, relief
+from .deadlines import LONGEST, LOOK_AGAIN, SLOW, InLine, fair_share, is_over, relief
 from .pipes import (
     Crash,
     Done,
@@ -41,10 +41,9 @@ from .pipes import (
     Refused,
     Spawned,
     checked_result,
-    read_reply,
 )
 from .requests import Outcome, Request, Restart, Slot
-from .zygote import EXIT_CRASH, EXIT_MEMORY, MAX_MESSAGE
+from .zygote import EXIT_CRASH, EXIT_MEMORY
 from .zygote_link import ZygoteLink
 
 logger = logging.getLogger("tandem.reward")
@@ -332,27 +331,24 @@ class GraderProcesses:
         if self._slots.get(slot.number) is not slot:
             return
         try:
-            data = slot.channel.recv(MAX_MESSAGE)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            data = b""
-        if not data:
+            reply = slot.hear()
+            if reply is None:
+                return
+            result = None
+            if isinstance(reply, Done) and slot.request is not None:
+                result = checked_result(slot.request.kind, slot.request.payload, reply.result)
+        except EOFError:
             # The zygote reports how it ended; until then the slot keeps its request.
             self._selector.unregister(slot.channel)
             slot.state = "gone"
             slot.since = time.monotonic()
             return
-        try:
-            reply = read_reply(data)
-            result = None
-            if isinstance(reply, Done) and slot.request is not None:
-                result = checked_result(slot.request.kind, slot.request.payload, reply.result)
         except WireError as error:
             logger.warning("grader %d is replaced: %s", slot.pid, error)
             request = slot.request
             self._replace(slot, "garbled")
             if request is not None:
+                request.reason = str(error)
                 self._again(request)
             return
         if isinstance(reply, Idle):
@@ -397,9 +393,11 @@ class GraderProcesses:
         if not slot.was_ready:
             self._failed_graders += 1
             if self._failed_graders >= MAX_FAILED_STARTS * self.count:
+                more = f"raise reward.memory_mb={self.memory_mb}"
+                other = reason.startswith("crashed") and "MemoryError" not in reason
                 raise TandemError(
-                    f"graders can't start: {self._failed_graders} died in a row before their first "
-                    f"request (last: {reason}); raise reward.memory_mb={self.memory_mb}?"
+                    f"graders can't start: {self._failed_graders} died in a row before their first request "
+                    f"(last: {reason}); {'its traceback is in the log' if other else more}"
                 )
         if request is not None:
             request.reason = reason
@@ -430,6 +428,10 @@ class GraderProcesses:
         if slot.request is not request or slot.state != "busy":
             return
         elapsed, deadline = now - request.dispatched, request.deadline
+        if slot.parts and elapsed < LONGEST * deadline:
+            # Most of its reply may have waited for whoever polls.
+            request.due = now + LOOK_AGAIN
+            return
         waited = slot.in_line.seconds() - slot.stood if slot.in_line is not None else 0.0
         busy = sum(other.state == "busy" for other in self._slots.values())
         fair = fair_share(busy, self._cores)

@@ -16,6 +16,13 @@ import msgspec
 from ...common.errors import WireError
 from ...common.plain import Count, Record, read_message
 
+MAX_MESSAGE = 1 << 18
+"""Longest packet that is read."""
+PACKET_BYTES = 1 << 16
+"""Bytes for which a packet surely has room; what is longer travels in a memory file, or in parts."""
+MAX_REPLY = 1 << 26
+"""Longest reply in parts: nine bytes for each token of a group that is as long as a group may be."""
+
 Kind = Literal["compare", "function", "code"]
 CallForm = Literal["auto", "text", "conversation"]
 """What a user's function gets as prompts and completions: ``reward.components.form``."""
@@ -122,6 +129,13 @@ class Crash(Message, frozen=True):
     resident_kib: Count
 
 
+class Part(Message, frozen=True):
+    """Some bytes of a reply that is too long for one packet."""
+
+    data: bytes
+    last: bool
+
+
 RESULTS: dict[str, Any] = {
     "compare": Literal[
         "correct", "wrong", "unparsable", "gold_unparsable", "timeout", "crashed", "memory"
@@ -148,9 +162,9 @@ def read_payload(kind: str, data: bytes) -> Sequence[Any]:
     return read_message(PAYLOADS[kind], data, f"payload of a request to {kind}")
 
 
-def read_reply(data: bytes) -> Idle | Done | Raised | Crash:
+def read_reply(data: bytes) -> Idle | Done | Raised | Crash | Part:
     """Reads a reply from a grader to the pool."""
-    return read_message(Idle | Done | Raised | Crash, data, "reply of a grader")
+    return read_message(Idle | Done | Raised | Crash | Part, data, "reply of a grader")
 
 
 def checked_result(kind: str, payload: Sequence[Any], result: Any) -> Any:

@@ -11,11 +11,10 @@ from typing import Any
 
 import msgspec
 
+from ...common.errors import WireError
 from ...common.records import Verdict
 from .deadlines import SLOW, InLine
-
-INLINE_BYTES = 1 << 16
-"""Larger payloads travel in a memory file: a packet socket has no room for a group's texts."""
+from .pipes import MAX_MESSAGE, MAX_REPLY, PACKET_BYTES, Crash, Done, Idle, Part, Raised, read_reply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ class Request:
             OSError: the grader is gone.
         """
         data = _packed(self.payload)
-        if len(data) <= INLINE_BYTES:
+        if len(data) <= PACKET_BYTES:
             channel.send(msgspec.msgpack.encode((self.kind, self.deadline, data)))
             return
         descriptor = os.memfd_create("tandem-request")
@@ -108,14 +107,16 @@ class Request:
 def _packed(payload: list[Any]) -> bytes:
     try:
         return msgspec.msgpack.encode(payload)
-    except UnicodeEncodeError:
-        # A text with half a surrogate pair can't be right.
+    except (UnicodeEncodeError, OverflowError):
+        # A text with half a surrogate pair can't be right, and a longer integer travels as text, as a date does.
         return msgspec.msgpack.encode(_clean(payload))
 
 
 def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return str(value)
     if isinstance(value, dict):
         return {_clean(k): _clean(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -137,6 +138,8 @@ class Slot:
     was_ready: bool = False
     resident_kib: int = 0
     last_words: str = ""
+    parts: bytearray = field(default_factory=bytearray)
+    """What has come of a reply in parts."""
     in_line: InLine | None = None
     """Measures how long the grader has waited for a core; None until its pid is known."""
     stood: float = 0.0
@@ -150,3 +153,35 @@ class Slot:
             and request is not None
             and now - request.dispatched >= SLOW * request.deadline
         )
+
+    def hear(self) -> Idle | Done | Raised | Crash | None:
+        """The next reply; None if it isn't there yet, or not all of it.
+
+        Raises:
+            EOFError: the grader has ended.
+            WireError: it isn't a reply, or one that is too long.
+        """
+        while True:
+            try:
+                data = self.channel.recv(MAX_MESSAGE)
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                raise EOFError
+            reply = read_reply(data)
+            if not isinstance(reply, Part):
+                return reply
+            self.parts += reply.data
+            if len(self.parts) > MAX_REPLY:
+                raise WireError(
+                    f"refused reply of a grader: it is longer than {MAX_REPLY:,} bytes; "
+                    f"pay single tokens of fewer or shorter completions at a time"
+                )
+            if reply.last:
+                whole = read_reply(bytes(self.parts))
+                self.parts.clear()
+                if isinstance(whole, Part):
+                    raise WireError("refused reply of a grader: its parts are a part")
+                return whole

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...common.confinement import readable_by_others
+from ...common.confinement import can_drop_user, readable_by_others
 from ...common.errors import TandemError, WireError
 from ..sandbox.confinement import (
     allow_cpu,
@@ -43,6 +43,8 @@ from ..sandbox.confinement import (
     confine_zygote,
 )
 from .pipes import (
+    MAX_MESSAGE,
+    PACKET_BYTES,
     Crash,
     Done,
     Exited,
@@ -50,6 +52,7 @@ from .pipes import (
     Idle,
     Kill,
     Message,
+    Part,
     Raised,
     Ready,
     Refused,
@@ -60,7 +63,6 @@ from .pipes import (
     read_request,
 )
 
-MAX_MESSAGE = 1 << 18
 EXIT_MEMORY = 3
 EXIT_CRASH = 4
 PARENT_CHECK_SECONDS = 2.0
@@ -76,7 +78,7 @@ class Trade:
     handlers: dict[str, Handler] = field(default_factory=dict)
     """Kind of request to its handler."""
     files: list[str] = field(default_factory=list)
-    """Files that a grader may have to read; if any user may read them, the grader runs as another user."""
+    """Files that a grader may have to read; if any user may read them, root's grader becomes one without rights."""
     memory_mb: int = 1024
     """Address-space limit of a grader, MiB."""
     about: str = ""
@@ -113,7 +115,18 @@ def grade_for_ever(channel: socket.socket, trade: Trade) -> None:
         if kind == "compare" and result != "correct" and peak > 0.8 * 1024 * trade.memory_mb:
             # math-verify swallows MemoryError, so at the limit its "wrong" means nothing.
             os._exit(EXIT_MEMORY)
-        channel.send((Raised(raised, peak) if raised else Done(result, peak)).pack())
+        _answer(channel, Raised(raised, peak) if raised else Done(result, peak))
+
+
+def _answer(channel: socket.socket, message: Message) -> None:
+    """Sends a reply, in parts if it is too long for one packet."""
+    data = message.pack()
+    if len(data) <= PACKET_BYTES:
+        channel.send(data)
+        return
+    for start in range(0, len(data), PACKET_BYTES):
+        end = start + PACKET_BYTES
+        channel.send(Part(data[start:end], end >= len(data)).pack())
 
 
 def _read(descriptors: list[int]) -> bytes:
@@ -158,7 +171,8 @@ class Zygote:
         self._trade = trade
         self._children: dict[int, int] = {}
         self._slots: dict[int, int] = {}
-        self._drop = all(readable_by_others(file) for file in [os.__file__, *trade.files])
+        files = [os.__file__, *trade.files]
+        self._drop = all(map(readable_by_others, files)) and can_drop_user()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self._wake_read, False)

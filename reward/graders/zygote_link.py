@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...common.errors import WireError
-from .pipes import Kill, Message, Spawn, read_control
-from .zygote import MAX_MESSAGE
+from .pipes import MAX_MESSAGE, Kill, Message, Spawn, read_control
 
 logger = logging.getLogger("tandem.reward")
 

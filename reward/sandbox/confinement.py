@@ -11,6 +11,7 @@ import os
 import resource
 
 from ...common.confinement import (
+    can_drop_user,
     die_with,
     drop_user,
     libc,
@@ -36,6 +37,8 @@ def confine_zygote() -> list[str]:
         return held
     if no_new_privileges():
         held.append("no new privileges")
+    if os.geteuid() == 0 and not can_drop_user():
+        held.append("as root, who can become no other user here")
     return held
 
 
@@ -43,8 +46,7 @@ def confine_grader(memory_bytes: int, parent: int, *, drop: bool) -> None:
     """Limits a freshly forked grader; it ends with ``os._exit`` if its parent is gone.
 
     Address space ``memory_bytes``; no file may grow; 16 descriptors; no core dump; no child
-    processes; a user other than root if that user can read the grader's files. :func:`allow_cpu` sets
-    the CPU limit per request.
+    processes; with ``drop``, the user ``NOBODY``. :func:`allow_cpu` sets the CPU limit per request.
     """
     os.chdir("/")
     if drop:

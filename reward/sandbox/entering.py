@@ -10,12 +10,14 @@ import ctypes
 import math
 import os
 import resource
+import select
 import shutil
 import signal
 import struct
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from ...common.confinement import die_with
 from .syscall_filter import program as refused_calls
@@ -86,7 +88,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str | N
 
 def _namespaces(command: list[str], limits: Limits, *, root: bool) -> None:
     everything = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
-    user, group = os.geteuid(), os.getegid()
+    user, group, runner = os.geteuid(), os.getegid(), os.getppid()
     _call("unshare", everything | (0 if root else _NEWUSER))
     if not root:
         Path("/proc/self/setgroups").write_text("deny")
@@ -94,39 +96,54 @@ def _namespaces(command: list[str], limits: Limits, *, root: bool) -> None:
         Path("/proc/self/uid_map").write_text(f"1000 {user} 1")
         Path("/proc/self/gid_map").write_text(f"1000 {group} 1")
     # Only now, since a change of credentials clears it.
-    die_with(os.getppid())
+    die_with(runner)
     boxed = BOXED_USERS[os.getpid() % len(BOXED_USERS)]
+    alive, held = os.pipe()
     first = os.fork()
     if first:
-        for descriptor in range(6):
-            os.close(descriptor)
-        _, status = os.waitpid(first, 0)
-        code = os.waitstatus_to_exitcode(status)
-        if code < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(code)
+        os.closerange(0, 6)
+        _end_as(first)
+    os.close(held)
     _build_root()
     if root:
         os.setgroups([])
         os.setresgid(boxed, boxed, boxed)
         os.setresuid(boxed, boxed, boxed)
-    # In the new process namespace its parent is process 0.
+    # In the new process namespace its parent is process 0, whether it lives or not.
     die_with(0)
-    _limit(limits)
+    if select.select([alive], [], [], 0)[0]:
+        os._exit(0)  # The keeper has ended before that, and its end of the pipe with it.
+    # A handler of Python's is the only one that a signal of the program's could reach.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    program = os.fork()
+    if program:
+        os.closerange(0, 6)
+        _end_as(program)
+    # Process 1 counts as one of this user's.
+    _limit(limits, processes=MAX_PROCESSES + 1)
     os.execve(command[0], command, environment())
+
+
+def _end_as(child: int) -> NoReturn:
+    """Waits for a child, reaping all others, and ends with its status: 128 and its number for a signal."""
+    ended = status = 0
+    while ended != child:
+        ended, status = os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def _build_root() -> None:
     """Makes a root in memory with the system's folders bound into it read-only, and nothing else."""
-    paths = [path for path in (*SYSTEM, *DEVICES, *_pythons()) if os.path.lexists(path)]
+    paths = {path: path for path in (*SYSTEM, *DEVICES) if os.path.lexists(path)} | _pythons()
     _mount("none", "/", None, _REC | _PRIVATE)
     _mount("box", "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={MEMORY_DISK},mode=755")
     os.makedirs("/tmp/old")
     os.makedirs(f"/tmp/new{HOME}")
     _pivot("/tmp", "/tmp/old")
     os.chdir("/")
-    for path in paths:
-        _bind(path)
+    for path, place in paths.items():
+        _bind(place, path)
     os.makedirs("/new/tmp", exist_ok=True)
     for folder in (f"/new{HOME}", "/new/tmp"):
         os.chmod(folder, 0o777)
@@ -143,8 +160,8 @@ def _pivot(root: str, old: str) -> None:
     _call("syscall", ctypes.c_long(number), root.encode(), old.encode())
 
 
-def _bind(path: str) -> None:
-    source, target = f"/old{path}", f"/new{path}"
+def _bind(place: str, path: str) -> None:
+    source, target = f"/old{place}", f"/new{path}"
     if os.path.islink(source):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         if not os.path.lexists(target):
@@ -166,12 +183,22 @@ def _bind(path: str) -> None:
     )
 
 
-def _pythons() -> list[str]:
-    """Folders of this interpreter, without those inside another one of them."""
-    folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.realpath(sys.base_prefix)}
+def _pythons() -> dict[str, str]:
+    """Folders of this interpreter, each with the place to which links on its way lead.
+
+    Those inside another one, or inside the system's, are left out, and each place is one of the folders: a
+    link inside another folder leads there.
+    """
+    folders = {sys.prefix, sys.base_prefix, sys.exec_prefix}
     folders |= {os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
-    folders -= {"/", ""}
-    return sorted(p for p in folders if not any(p.startswith(f"{s}/") or p == s for s in SYSTEM))
+    folders |= {os.path.realpath(folder) for folder in folders}
+    folders = {folder for folder in folders - {"/", ""} if os.path.isdir(folder)}
+    inside = tuple(f"{folder}/" for folder in (*SYSTEM, *folders))
+    return {
+        folder: os.path.realpath(folder)
+        for folder in sorted(folders)
+        if folder not in SYSTEM and not folder.startswith(inside)
+    }
 
 
 def environment() -> dict[str, str]:
@@ -187,7 +214,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def _limit(limits: Limits, *, processes: bool = True, refuse: bool = True) -> None:
+def _limit(limits: Limits, *, processes: int | None = MAX_PROCESSES, refuse: bool = True) -> None:
     memory = limits.memory_mb << 20
     seconds = math.ceil(limits.seconds) + 1
     for what, most in (
@@ -198,10 +225,10 @@ def _limit(limits: Limits, *, processes: bool = True, refuse: bool = True) -> No
         (resource.RLIMIT_AS, memory),
     ):
         resource.setrlimit(what, (most, most))
-    if processes:
-        resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
-    _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
+    if processes is not None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
     if refuse:
+        _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
         refuse_calls()
 
 
@@ -222,21 +249,24 @@ def bubblewrap(command: list[str], limits: Limits) -> None:
     arguments = [program, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
     # First, since the interpreter may be inside it.
     arguments += ["--tmpfs", "/tmp"]
-    for path in (*SYSTEM, *_pythons()):
+    for path in SYSTEM:
         if os.path.islink(path):
             arguments += ["--symlink", os.readlink(path), path]
         else:
             arguments += ["--ro-bind-try", path, path]
+    for path, place in _pythons().items():
+        arguments += ["--ro-bind", place, path]
     arguments += ["--dev", "/dev", "--tmpfs", HOME, "--chdir", HOME]
     arguments += ["--uid", "1000", "--gid", "1000"]
     for name, value in environment().items():
         arguments += ["--setenv", name, value]
-    # bwrap applies the filter after building the box, which takes calls that the filter refuses.
+    # bwrap applies the filter after building the box, which takes calls that the filter refuses. It gives up new
+    # privileges first of all; where it is installed with the set-user-id bit, it couldn't start without them.
     filtered = os.memfd_create("calls", 0)
     os.write(filtered, refused_calls())
     os.lseek(filtered, 0, os.SEEK_SET)
     arguments += ["--seccomp", str(filtered)]
-    _limit(limits, processes=False, refuse=False)
+    _limit(limits, processes=None, refuse=False)
     # Set inside the box: outside, all processes of this user count.
     most = f"resource.setrlimit(resource.RLIMIT_NPROC, ({MAX_PROCESSES}, {MAX_PROCESSES}))"
     first = f"import os, resource, sys\n{most}\nos.execv(sys.argv[1], sys.argv[1:])"

@@ -5,10 +5,11 @@ the Python that runs Tandem and the system's libraries, read-only, and an empty 
 memory: not the run's folder, not the home folder, not ``/proc``. Its environment is empty. The
 processes are::
 
-    runner -> keeper (new namespaces; ends with the runner) -> program (process 1 in them)
+    runner -> keeper (makes the namespaces) -> process 1 in them -> program
 
-When the keeper is killed, at the deadline or with its runner, the kernel kills the program, and
-since the program is process 1 of its namespace, everything that it had started.
+The keeper ends with its runner, and process 1 with the keeper. Both run our code: a program may ask the
+kernel not to end with its parent, or leave its session, but when process 1 ends, at the deadline or with
+a runner that was killed, the kernel kills everything in its namespace.
 
 :func:`find` tries three ways, in this order: namespaces as root, who then becomes another user;
 namespaces within a user namespace; ``bwrap``. A way in which :data:`PROBE` reaches something that
@@ -17,6 +18,7 @@ it shouldn't is not used. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -64,7 +66,7 @@ class Ran:
     """How a program ended."""
 
     status: int
-    """Exit status; negative: killed by that signal."""
+    """Exit status: 128 and the number of the signal if one ended the program; negative if its keeper was killed."""
     output: bytes
     """What it wrote to its standard output."""
     report: bytes
@@ -182,8 +184,9 @@ def _watch(
             continue
         next_look = now + LOOK_SECONDS
         timed_out = now > end
-        # In a box, the keeper itself isn't one of the program's processes.
-        program = [] if begins else descendants(keeper) + ([] if boxed else [keeper])
+        # In a box, neither the keeper is one of the program's processes nor process 1, its first descendant.
+        found = [] if begins else [keeper, *descendants(keeper)]
+        program = found[2:] if boxed else found
         too_much = max(map(len, read.values())) > MAX_OUTPUT or exceeds(
             program, limits.memory_mb << 20
         )
@@ -203,18 +206,17 @@ def _watch(
 
 
 def _kill(keeper: int) -> None:
+    # Found before the keeper ends, and with it the way to those that have left its session.
+    below = descendants(keeper)
     _kill_group(keeper)
-    try:
-        os.kill(keeper, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    for pid in (keeper, *below):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _kill_group(leader: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 WAYS = (

@@ -2,7 +2,9 @@
 
 They are the ones that allocate memory which belongs to no process, so that no limit of a process counts
 it (System V segments and queues, memory files, rings, keys), and the ones that make namespaces and
-mounts, where a file system in memory could have any size. A refused call fails with EPERM.
+mounts, where a file system in memory could have any size. Those with which one process takes over
+another are refused too, or a program could go on as process 1 of its namespace, which ends it with its
+keeper. A refused call fails with EPERM.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ _GENERIC = (
     *(217, 218, 219),  # add_key, request_key, keyctl
     *(97, 268, 40, 41, 39),  # unshare, setns, mount, pivot_root, umount2
     *(279, 280, 282, 241),  # memfd_create, bpf, userfaultfd, perf_event_open
+    *(117, 270, 271),  # ptrace, process_vm_readv, process_vm_writev
 )
 _X86_64 = (
     *(240, 68, 64, 29),
     *(248, 249, 250),
     *(272, 308, 165, 155, 166),
     *(319, 321, 323, 298),
+    *(101, 310, 311),
 )
 _EVERYWHERE = (
     *(425, 426, 427),  # io_uring_setup, io_uring_enter, io_uring_register

@@ -21,6 +21,7 @@ import traceback
 from ...common import import_path
 from ...common.confinement import (
     adopt_orphans,
+    can_drop_user,
     die_with,
     drop_user,
     no_new_privileges,
@@ -53,10 +54,11 @@ def confine(order: Order, parent: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.chdir(order.folder)
     no_new_privileges()
-    if order.user is not None and os.geteuid() == 0 and _is_public(order.target):
-        os.chown(order.folder, order.user, order.user)
+    user = order.user
+    if user is not None and _is_public(order.target) and can_drop_user(user):
+        os.chown(order.folder, user, user)
         resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
-        drop_user(order.user)
+        drop_user(user)
     adopt_orphans()
     # Last, since a change of user clears it.
     die_with(parent)

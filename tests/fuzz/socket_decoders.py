@@ -232,7 +232,9 @@ def from_sockets() -> Iterable[Decoder]:
         ),
         (
             "graders.reply",
-            packed(["ready", None, 9], ["done", "wrong", 9], ["crash", "x", 0]),
+            packed(
+                ["ready", None, 9], ["done", "wrong", 9], ["crash", "x", 0], ["part", b"x", True]
+            ),
             pipes.read_reply,
         ),
         (

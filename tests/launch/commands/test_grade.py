@@ -123,6 +123,25 @@ def test_a_function_of_ones_own_in_the_working_folder_gets_columns_and_groups(he
     assert [row["reward"] for row in read(here / "out.jsonl")] == [0.0, 2.0, 5.0]
 
 
+def test_an_integer_beyond_64_bits_is_a_text_for_a_function(here: Path) -> None:
+    (here / "my_rewards.py").write_text(
+        "def known(completions, number, **columns):\n"
+        "    return [float(text == one) for text, one in zip(completions, number)]\n"
+    )
+    number = 123456789012345678901234567890
+    write(
+        here / "in.jsonl",
+        {"id": 1, "completion": str(number), "number": number},
+        {"id": 2, "completion": "7", "number": 7},
+    )
+    command = [sys.executable, "-m", "tandem.launch", "grade", "in.jsonl"]
+    command += ["--out", "out.jsonl", "--reward", "my_rewards:known"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [row["reward"] for row in read(here / "out.jsonl")] == [1.0, 0.0]
+    assert read(here / "out.jsonl")[0]["number"] == number
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [

@@ -172,6 +172,17 @@ def test_it_may_pay_single_tokens_whose_sum_is_its_value(module: Path) -> None:
     assert one.token_rewards == [0, 0, 0, 0, 0, 0, 2]
 
 
+def test_single_tokens_of_long_completions_are_paid_too(module: Path) -> None:
+    with Grader(RewardConfig(components=(own("each_token"),), graders=1)) as grader:
+        ids = np.arange(30_000, dtype=np.int32)
+        grades = grader.grade_texts(items(*"abcdefgh", tokens=ids[:4000]))
+        assert [grade.reward for grade in grades] == [3994.0] * 8
+        assert [len(grade.token_rewards or ()) for grade in grades] == [4000] * 8
+        (one,) = grader.grade_texts(items("a", tokens=ids))
+        assert (one.reward, len(one.token_rewards or ())) == (29_994.0, 30_000)
+        assert (grader.restarts, grader.stats()["function_calls"]) == ([], 2)
+
+
 def test_one_call_has_the_whole_group(plain: Grader) -> None:
     assert values(plain, "above_the_mean", items("a", "bb", "cccccc")) == [0.0, 0.0, 1.0]
 

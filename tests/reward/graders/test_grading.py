@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -333,3 +334,23 @@ def test_a_verdict_does_not_outlive_the_cache(
     grader.grade_texts([first])
     grader.grade_texts([second])
     assert not grader.grade_texts([first])[0].cached
+
+
+AS_LONELY_ROOT = """
+from tandem.common.config import RewardConfig
+from tandem.reward.grading import Grader
+with Grader(RewardConfig(graders=1)) as grader:
+    grader.canary()
+    print(*grader.limits, sep="\\n")
+"""
+
+
+def test_root_who_can_become_no_other_user_grades_and_says_so() -> None:
+    """As in a container without capabilities; here in a user namespace that knows no user but root."""
+    alone = ["unshare", "--map-root-user"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"]).returncode:
+        pytest.skip("no user namespaces here")
+    ran = subprocess.run(
+        [*alone, sys.executable, "-c", AS_LONELY_ROOT], capture_output=True, text=True
+    )
+    assert "as root, who can become no other user here" in ran.stdout.splitlines(), ran.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import msgpack
@@ -9,7 +11,8 @@ import pytest
 
 from tandem.common.errors import WireError
 from tandem.common.records import EPISODE_FAILURES, Verdict
-from tandem.reward.graders import pipes
+from tandem.reward.graders import pipes, requests
+from tandem.reward.graders.requests import Slot
 
 
 def test_the_verdicts_are_those_of_the_records():
@@ -19,7 +22,13 @@ def test_the_verdicts_are_those_of_the_records():
 
 @pytest.mark.parametrize(
     "message",
-    [["ready", None, 9], ["crash", "why", 0], ["raised", "why", 9], ["done", "wrong", 9]],
+    [
+        ["ready", None, 9],
+        ["crash", "why", 0],
+        ["raised", "why", 9],
+        ["done", "wrong", 9],
+        ["part", b"x", True],
+    ],
 )
 def test_replies_of_a_grader_are_read(message: list[Any]):
     assert msgpack.unpackb(pipes.read_reply(msgpack.packb(message)).pack()) == message
@@ -102,3 +111,40 @@ def test_a_word_of_the_zygote_comes_with_what_belongs_to_it():
     assert told == pipes.Exited(slot=3, pid=77, status=-9)
     with pytest.raises(WireError):
         pipes.read_control(msgpack.packb(["exited", 3, 77]))
+
+
+@pytest.fixture
+def heard() -> Iterator[tuple[socket.socket, Slot]]:
+    """A grader's end of its socket, and the slot that listens at the other."""
+    theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    with theirs, ours:
+        yield theirs, Slot(0, ours)
+
+
+def test_a_reply_in_parts_is_heard_when_all_of_it_is_there(heard: tuple[socket.socket, Slot]):
+    theirs, slot = heard
+    data = pipes.Done([0.5] * 100, 9).pack()
+    theirs.send(pipes.Part(data[:70], False).pack())
+    assert slot.hear() is None
+    theirs.send(pipes.Part(data[70:], True).pack())
+    assert slot.hear() == pipes.Done([0.5] * 100, 9)
+    theirs.send(pipes.Done("wrong", 9).pack())
+    assert slot.hear() == pipes.Done("wrong", 9)
+    theirs.close()
+    with pytest.raises(EOFError):
+        slot.hear()
+
+
+def test_parts_without_an_end_and_parts_of_parts_are_refused(
+    heard: tuple[socket.socket, Slot], monkeypatch: pytest.MonkeyPatch
+):
+    theirs, slot = heard
+    monkeypatch.setattr(requests, "MAX_REPLY", 100)
+    theirs.send(pipes.Part(pipes.Part(b"x", True).pack(), True).pack())
+    with pytest.raises(WireError, match="its parts are a part"):
+        slot.hear()
+    for _ in range(2):
+        theirs.send(pipes.Part(b"x" * 60, False).pack())
+    with pytest.raises(WireError, match="longer than 100 bytes; pay single tokens of fewer"):
+        slot.hear()

@@ -17,7 +17,7 @@ import pytest
 from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.errors import ConfigError, TandemError
 from tandem.common.records import Verdict
-from tandem.reward.components.code import code, last_block, read_tests
+from tandem.reward.components.code import CodeReward, code, last_block, read_tests
 from tandem.reward.components.registry import component
 from tandem.reward.grading import Grade, GradeItem, Grader
 from tandem.reward.sandbox import entering, sandbox
@@ -42,15 +42,6 @@ def coder(runner: Runner) -> Iterator[Grader]:
     with Grader(RewardConfig(components=parts, graders=1)) as grader:
         grader.canary()
         yield grader
-
-
-@pytest.fixture(scope="module", params=sandbox.WAYS, ids=lambda way: way.how)
-def box(request: pytest.FixtureRequest) -> sandbox.Box:
-    """Each way that works on this machine."""
-    problem = sandbox.probe(request.param)
-    if problem:
-        pytest.skip(problem)
-    return request.param
 
 
 def run(runner: Runner, program: str, *tests: list[str], **changes: Any) -> tuple[int, int, int]:
@@ -415,7 +406,7 @@ took()
 
 
 FILTERED = """
-import ctypes
+import ctypes, os
 from tandem.reward.sandbox.syscall_filter import refuse_calls
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
@@ -423,15 +414,16 @@ refuse_calls()
 segment = libc.shmget(0, 4096, 0o600)
 libc.shmctl(segment, 0, None)  # It would outlive the process.
 print(segment, libc.memfd_create(b"file", 0))
+print(libc.ptrace(0, 0, None, None), libc.process_vm_writev(os.getpid(), None, 0, None, 0, 0))
 """
-"""Says -1 for a System V segment and for a memory file if it gets neither."""
+"""Says -1 for each call that is refused; without the filter the last two take and write nothing, and succeed."""
 
 
-def test_the_filter_refuses_memory_that_no_process_has_mapped() -> None:
+def test_the_filter_refuses_memory_that_no_process_has_mapped_and_other_processes() -> None:
     """Tried without a sandbox: one whose filter lets them through counts as none, so that its tests are
     skipped."""
     said = subprocess.run([sys.executable, "-c", FILTERED], capture_output=True, text=True)
-    assert said.stdout == "-1 -1\n", said.stderr
+    assert said.stdout == "-1 -1\n-1 -1\n", said.stderr
 
 
 @pytest.mark.parametrize("program", BEYOND)
@@ -512,6 +504,23 @@ def test_a_grader_whose_sandbox_is_missing_does_not_start(
             grader.canary()
 
 
+@pytest.mark.parametrize(
+    ("trial", "told"),
+    [
+        (["x = 1", [["assert", "assert x == 2"]], 10.0, 10.0, 512, True], "it failed its test"),
+        # The kernel takes no limit of that size, so that no box can be set up.
+        (["x = 1", [["assert", "assert x == 1"]], 10.0, 10.0, 1 << 44, True], "the sandbox failed"),
+    ],
+)
+def test_a_grader_whose_sandbox_fails_its_trial_does_not_start(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, trial: list[Any], told: str
+) -> None:
+    monkeypatch.setattr(CodeReward, "trial", staticmethod(lambda: trial))
+    with Grader(RewardConfig(components=(ComponentConfig(name="code"),), graders=1)) as grader:
+        with pytest.raises(TandemError, match=f"the sandbox is broken.*{told}.*params.sandbox"):
+            grader.canary()
+
+
 # --- through the grader -----------------------------------------------------------------------
 
 
@@ -526,6 +535,22 @@ def test_the_share_of_passed_tests_is_paid_and_is_the_verdict(coder: Grader) -> 
     half = graded(coder, "```python\ndef f(x): return 4\n```", tests)
     assert (right.verdict, right.reward, right.extracted) == (Verdict.CORRECT, 1.0, SQUARE)
     assert (half.verdict, half.reward) == (Verdict.WRONG, 0.5)
+
+
+def test_a_function_sees_the_verdict_of_the_tests_and_the_program(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "seen_rewards.py").write_text(
+        "def seen(verdict, extracted, **columns):\n"
+        "    return [float(v == 'correct' and 'def f' in e) for v, e in zip(verdict, extracted)]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    parts = (ComponentConfig(name="seen_rewards:seen"), ComponentConfig(name="code"))
+    with Grader(RewardConfig(components=parts, graders=1)) as grader:
+        right = graded(grader, f"```python\n{SQUARE}```", ["assert f(2) == 4"])
+        wrong = graded(grader, f"```python\n{SQUARE}```", ["assert f(2) == 5"])
+    assert right.components == {"seen_rewards:seen": 1.0, "code": 1.0}
+    assert wrong.components == {"seen_rewards:seen": 0.0, "code": 0.0}
 
 
 def test_a_crash_of_the_sandbox_pays_nothing_where_accuracy_pays_for_the_tests() -> None:

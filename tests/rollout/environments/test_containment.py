@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -176,3 +178,24 @@ def test_there_are_never_more_processes_than_places(
     count, played = play(body)
     assert count == 4
     assert [one.reward for one in played] == [1.0] * 7
+
+
+AS_LONELY_ROOT = """
+import os, sys
+from tandem.rollout.environments import host
+from tandem.rollout.environments.pipes import Order
+host._is_public = lambda target: True  # Whatever Python's folder allows here.
+order = Order("", "json:loads", {}, [], 1 << 34, 61000, sys.argv[1])
+host.confine(order, os.getppid())
+print(os.geteuid(), os.stat(".").st_uid)
+"""
+
+
+def test_root_who_can_become_no_other_user_stays_root(tmp_path: Path) -> None:
+    """As in a container without capabilities; here in a user namespace that knows no user but root."""
+    alone = ["unshare", "--map-root-user"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"]).returncode:
+        pytest.skip("no user namespaces here")
+    command = [*alone, sys.executable, "-c", AS_LONELY_ROOT, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stdout == "0 0\n", ran.stderr
