@@ -21,6 +21,8 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
+from .labels import option_letter
+
 MAX_SOLUTION = 50_000
 """Characters of a solution that are read, counted from its end."""
 MAX_ANSWER = 2_000
@@ -44,7 +46,15 @@ _INTRODUCED = re.compile(
     re.I,
 )
 """``\\text{The answer is }`` before the value of a box."""
-_HEDGING = re.compile(r"\b(?:not|or|either|if|when)\b|n't", re.I)
+_LEAD = re.compile(
+    r"[^\d$\\{}]{0,300}(?:\b(?:is|are|was|were|be|equals?(?: to)?|gives?|makes?|costs?|has|have|gets?|needs?|takes?|answer"
+    r"|so|thus|hence|therefore)\b|[A-Za-z]{2}\s?[:=])\s*(?=\S)",
+    re.I,
+)
+"""Words that a verb or a colon ends, directly in front of what they introduce."""
+_VALUE = re.compile(r"[-+−]?\s?(?:\\?[$€£¥]\s?)?\.?\d|\\(?:[dt]?frac|sqrt)(?![A-Za-z])")
+"""How a value begins that isn't between math delimiters."""
+_HEDGING = re.compile(r"\b(?:not|or|either|neither|if|when|unless)\b|n't", re.I)
 _CORRECTING = re.compile(
     r"\b(?:no|not|but|wait|actually|instead|rather|wrong|sorry|mistake|correct(?:ed|ion)?|so|then|is"
     r"|therefore|hence|thus|should|final|answer|which|since|because|now|check(?:ing)?)\b",
@@ -64,7 +74,6 @@ _NUMBER = re.compile(
 )
 _LABELLED = re.compile(r"[^\W\d]{2,20}\s?:\s?[^:]{1,40}")
 _TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
-_UNITS_ONLY = re.compile(r"\s*(?:\\?%|percent|percentage|pct|and|or|,)?\s*\.?\s*", re.I)
 _CLOSING = re.compile(
     r"\s*(?:\.?\s*I hope (?:it is|it's) correct\b.*|<\|.*|</answer>.*|\*\*)$", re.I | re.S
 )
@@ -248,26 +257,33 @@ def first_value(text: str) -> str | None:
 
 
 def refine(content: str) -> str:
-    """The one value of a box (or tag) that holds prose: ``The sum is $x+1$`` gives ``x+1``.
+    """The value of a box (or tag) that holds prose: ``The sum is $x+1$`` gives ``x+1``.
 
-    With more than one value it is returned unchanged, so that nobody picks the right one out of a hedge.
+    Only words in front of a value that a verb or a colon introduces are dropped, since others may make
+    another value of it ("at most 5"). What follows it stays: it may be its unit or its scale ("3 million").
+    With more than one value the text is returned unchanged, so that nobody picks the right one out of a hedge.
     """
     if len(content) > MAX_ANSWER or _TWO_LETTERS.search(content) is None or _words(content) == 0:
+        return content
+    if option_letter(content) is not None:
         return content
     introduced = _INTRODUCED.match(content)
     if introduced is not None and not _HEDGING.search(introduced.group()):
         content = content[introduced.end() :]
     inside = formulas(content)
-    outside = _MATH.sub(" ", content)
-    if inside:
-        if _words(outside) == 0 or len(set(inside)) > 1 or numbers(outside):
-            return content
-        return inside[0] if not _UNITS_ONLY.fullmatch(outside) else content
-    if "\\" in content or _words(content) < 2 or _JOINING_WORD.search(outside):
+    if len(inside) > 1:
         return content
-    values = set(numbers(content))
-    if len(values) == 1:
-        return values.pop()
+    lead = _LEAD.match(content)
+    if lead is not None and not _HEDGING.search(lead[0]) and not _JOINING_WORD.search(lead[0]):
+        rest = content[lead.end() :]
+        begins = _MATH.match(rest) or _VALUE.match(rest)
+        if _words(rest) == 0 or (begins and not _JOINING_WORD.search(_NUMBER.sub(" ", rest))):
+            content = rest
+    formula = _MATH.match(content)
+    if formula is not None:
+        return f"{inside[0]}{content[formula.end() :]}"
+    if inside or "\\" in content or numbers(content) or _JOINING_WORD.search(content):
+        return content
     return anchored(content) or content
 
 
@@ -276,8 +292,17 @@ def _words(text: str) -> int:
     return len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", text)))
 
 
-def find(text: str, *, prompt_text: str = "", truncated: bool = False) -> Extraction:
-    """Finds the answer by the rules at the top of this file."""
+def find(
+    text: str, *, prompt_text: str = "", truncated: bool = False, refined: bool = True
+) -> Extraction:
+    """Finds the answer by the rules at the top of this file.
+
+    Args:
+        text: the response.
+        prompt_text: the prompt, which may open the thoughts.
+        truncated: whether the response was cut; then rule 4 is left out.
+        refined: whether words around the value of a box or tag are left out (:func:`refine`).
+    """
     part = solution(text, prompt_text)
     if part is None:
         return Extraction(answer=None, how="thinking")
@@ -286,10 +311,12 @@ def find(text: str, *, prompt_text: str = "", truncated: bool = False) -> Extrac
     if is_open:
         return Extraction(answer=None, how="open box")
     if box is not None:
-        return Extraction(answer=refine(box) or None, how="box" if box else "empty")
+        return Extraction(
+            answer=(refine(box) if refined else box) or None, how="box" if box else "empty"
+        )
     tag = answer_tag(part)
     if tag:
-        return Extraction(answer=refine(tag), how="tag")
+        return Extraction(answer=refine(tag) if refined else tag, how="tag")
     if truncated:
         return Extraction(answer=None, how="truncated")
     return fallback(part[-MAX_FALLBACK:])

@@ -227,6 +227,8 @@ def test_an_answer_is_never_guarded_for_what_its_gold_answer_does_too() -> None:
         ("choice", "</think> Answer: D", "12", "gold_unparsable"),
         ("exact", "</think> \\boxed{ Foo  bar }", "foo bar", "correct"),
         ("exact", "</think> \\boxed{0.5}", "1/2", "wrong"),
+        ("exact", "\\boxed{Apollo 11 mission}", "Apollo 11 mission", "correct"),
+        ("exact", "<answer>The answer is 4</answer>", "The answer is 4", "correct"),
     ],
 )
 def test_each_mode_reads_its_own_way(mode: str, text: str, gold: str, verdict: str | None) -> None:
