@@ -64,9 +64,33 @@ _JOINING_WORD = re.compile(r"[,;]|\b(?:and|or)\b", re.IGNORECASE)
 _ANCHOR = re.compile(
     r"answer(?:\s{1,5}(?:is|equals)\b|\s{0,3}(?:\*\*)?\s{0,3}[:=])\s{0,5}(?:\*\*)?:?", re.I
 )
+_EXPLAINING = re.compile(
+    r"\s{0,3}[,;:(]?\s{0,3}\b(?:because|since|as|so|which|I (?:think|believe|guess|suppose)|in (?:total|all)|altogether)\b.*",
+    re.S,
+)
+"""The words behind a value that tell why it is the answer."""
+_BESIDE = re.compile(r"[,;]|\b(?:or|either|maybe|perhaps|possibly|and)\b", re.I)
+_ONE_WORD = re.compile(
+    r"\s{0,3}(?!(?:for|from|after|at|with|when|if)\b)(?:[A-Za-z]{1,12}\.?|out of)?\s{0,3}", re.I
+)
+"""A unit between two parts of a quantity, as in "5 feet 6 inches"."""
+_CHANGING = re.compile(
+    r"\s{0,3}(?:(?:hundred|thousand|million|billion|trillion)(?:th)?s?|dozens?|squared|cubed|factorial|hal(?:f|ves)"
+    r"|quarters|thirds|(?:four|fif|six|seven|eigh|nin|ten)ths|(?:or )?(?:less|more|fewer)|below|above|plus|minus"
+    r"|times|over|under)\b",
+    re.I,
+)
+"""Words that make another value of the one before them."""
+_QUALIFIED = re.compile(
+    r"\b(?:not|negative|minus|at (?:least|most)|(?:less|more|fewer|greater|smaller|larger) than|up to"
+    r"|under|over|below|above|between)\s{1,3}[\\$(]{0,3}[\d.]",
+    re.I,
+)
+"""Words that make another value of the one behind them."""
 _HASHES = re.compile(r"####[ \t]+([^\n]+)")
 _MATH = re.compile(
-    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\d])\$((?:\\\$|[^$\n])+?)(?<!\\)\$", re.S
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\d])\$(?!\d[\d,.]*\s+[A-Za-z]{2}[^$\n]*\s\$)((?:\\\$|[^$\n])+?)(?<!\\)\$(?!\d)",
+    re.S,
 )
 _NUMBER = re.compile(
     r"(?<![\w.,])[-+−]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:[.,]\d+)?(?:/\d+)?"
@@ -201,7 +225,7 @@ def answer_tag(text: str) -> str | None:
 
 def formulas(text: str) -> list[str]:
     """Contents of all math delimiters, in order."""
-    return [next(g for g in m.groups() if g is not None).strip() for m in _MATH.finditer(text)]
+    return [_inside(m) for m in _MATH.finditer(text)]
 
 
 def numbers(text: str) -> list[str]:
@@ -216,22 +240,72 @@ def hashes(text: str) -> str | None:
 
 
 def anchored(text: str) -> str | None:
-    """What follows the last "answer is" or "answer:" in its sentence."""
+    """What follows the last "answer is" or "answer:" in its sentence.
+
+    A sentence that begins with a value gives that value, with the words behind it ("5 feet 6 inches") up
+    to those that explain it ("18 because …"); one that begins with words gives its last value. A hedge
+    or a list of several values, and a value of which a word makes another one ("at most 5"), stays whole.
+    """
     match = _last(_ANCHOR, text)
     if match is None:
         return None
     rest = _CLOSING.sub("", text[match.end() : match.end() + MAX_ANSWER].strip())
-    first = _MATH.search(rest)
-    if first is not None and first.start() <= 3:
-        return next(g for g in first.groups() if g is not None).strip()
-    line = rest.split("\n", 1)[0]
-    sentence = re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip(" *\t")
+    formula = _MATH.search(rest)
+    if formula is not None and formula.start() <= 3:
+        behind = _EXPLAINING.sub("", _sentence(rest[formula.end() :]))
+        more = _goes_on(behind) or _CHANGING.match(behind)
+        return _inside(formula) + (_without_delimiters(behind) if more else "")
+    sentence = _sentence(rest).strip(" *\t")
     if sentence.startswith("}"):
         # The words were inside \text{...}.
         sentence = sentence[1:].strip()
-    if _words(_MATH.sub(" ", sentence)) > 1:
-        return last_value(sentence) or sentence
-    return sentence or None
+    head = _EXPLAINING.sub("", sentence) or sentence
+    number = _NUMBER.match(head)
+    if _words(_MATH.sub(" ", head)) <= 1 or option_letter(head) is not None:
+        return _without_delimiters(head) or None
+    if number is not None:
+        behind = head[number.end() :]
+        second = _first_value_in(behind)
+        if second is None and _words(behind) > 4 and not _CHANGING.search(behind):
+            # "12 apples left in the basket": longer than any unit.
+            return number[0]
+        if second is None or _goes_on(behind):
+            return _without_delimiters(head)
+        return number[0] + behind[: second.start()].rstrip()
+    value = last_value(sentence)
+    if value is None or _QUALIFIED.search(sentence) or _is_list(sentence):
+        return _without_delimiters(sentence)
+    behind = sentence.rpartition(value)[2].lstrip("$)\\ ")
+    return f"{value} {behind}" if _CHANGING.match(behind) else value
+
+
+def _sentence(text: str) -> str:
+    return re.split(r"\.(?:\s|$)", text.split("\n", 1)[0], maxsplit=1)[0]
+
+
+def _first_value_in(text: str) -> re.Match[str] | None:
+    found = [m for m in (_MATH.search(text), _NUMBER.search(text)) if m is not None]
+    return min(found, key=re.Match.start, default=None)
+
+
+def _goes_on(behind: str) -> bool:
+    """Whether what follows a value adds another one to it: a list, a hedge, or a second unit."""
+    second = _first_value_in(behind)
+    between = behind[: second.start()] if second is not None else ""
+    return second is not None and bool(_BESIDE.search(between) or _ONE_WORD.fullmatch(between))
+
+
+def _is_list(sentence: str) -> bool:
+    plain = _MATH.sub(" 0 ", sentence)
+    return len(numbers(plain)) > 1 and _BESIDE.search(_NUMBER.sub(" ", plain)) is not None
+
+
+def _inside(formula: re.Match[str]) -> str:
+    return next(g for g in formula.groups() if g is not None).strip()
+
+
+def _without_delimiters(text: str) -> str:
+    return _MATH.sub(_inside, text)
 
 
 def last_value(text: str) -> str | None:
@@ -239,7 +313,7 @@ def last_value(text: str) -> str | None:
     formula = _last(_MATH, text)
     number = _last(_NUMBER, text)
     if formula is not None and (number is None or number.end() <= formula.end()):
-        return next(g for g in formula.groups() if g is not None).strip()
+        return _inside(formula)
     return number.group() if number is not None else None
 
 
@@ -250,7 +324,7 @@ def first_value(text: str) -> str | None:
         return closed[0][2].strip() if closed and closed[0][0] == 0 else None
     formula = _MATH.match(text)
     if formula is not None:
-        inside = next(g for g in formula.groups() if g is not None).strip()
+        inside = _inside(formula)
         return last_box(inside) or inside
     number = _NUMBER.match(text)
     return number.group() if number is not None else None
