@@ -22,7 +22,7 @@ _DRESS = r"[\s$*(\"'\u201c]{0,8}(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s?\{\s?
 _HEDGE = re.compile(
     r"[\s)}*$.]{0,6}(?:,|/|&|-|–|\\text\s?\{\s?(?:or|and)\s?\}|\bor\b|\band\b|\bto\b|\bor maybe\b)"
     r"\s{0,3}(?:maybe|perhaps|possibly|else|also|option)?[\s$*({]{0,6}(?:\\text\s?\{)?\(?([A-J1-9])(?![A-Za-z\d'])"
-    r"(?! (?:is|are|was|can|does|would|has|cannot)\b)"
+    rf"(?! (?:is|are|was|can|does|would|has|cannot)\b)(?:(?<![AI])|{_PROSE_AFTER})"
 )
 
 
