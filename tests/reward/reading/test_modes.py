@@ -131,6 +131,9 @@ def test_gsm8k_takes_the_number_after_the_last_hashes(text: str, answer: str | N
 def test_the_last_number_is_one_in_digits() -> None:
     assert read("gsm8k_last_number", "48/2 = 24 in May, so 48+24 = 72 altogether.") == "72"
     assert read("gsm8k_last_number", "twenty-four and then seventy-two") is None
+    assert read("last_number", "3 pens cost $.75 altogether.") == "$.75"
+    assert read("last_number", "It is -.5 or 1.5.") == "1.5"
+    assert read("last_number", "It is x.5 or ...5") is None
 
 
 # --- choices ------------------------------------------------------------------------------------
