@@ -230,6 +230,8 @@ def _read_gsm8k(text: str, prompt: str, truncated: bool) -> Extraction:
 
 
 def _read_last_number(text: str, prompt: str, truncated: bool) -> Extraction:
+    if truncated:
+        return Extraction(answer=None, how="truncated")
     part = extraction.solution(text, prompt) or ""
     numbers = extraction.numbers(part[-extraction.MAX_SOLUTION :])
     return Extraction(answer=numbers[-1], how="number") if numbers else _NONE

@@ -136,6 +136,24 @@ def test_the_last_number_is_one_in_digits() -> None:
     assert read("last_number", "It is x.5 or ...5") is None
 
 
+@pytest.mark.parametrize("mode", ["boxed", "exact", "last_number", "gsm8k_last_number"])
+def test_the_number_at_which_a_response_was_cut_is_no_answer(mode: str) -> None:
+    found = modes.mode(mode).read("She has 3 pens and 1", "", True)
+    assert (found.answer, found.how) == (None, "truncated")
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("gsm8k", "#### 12"),
+        ("math_verify", "the answer is 12"),
+        ("luffy", "so</think> the answer is 12"),
+    ],
+)
+def test_modes_of_projects_that_grade_cut_responses_do_so_too(mode: str, text: str) -> None:
+    assert modes.mode(mode).read(text, "", True).answer == "12"
+
+
 # --- choices ------------------------------------------------------------------------------------
 
 
