@@ -23,7 +23,8 @@ class GradeItem:
     data_source: str = ""
     """The data set's name."""
     finish_reason: FinishReason = FinishReason.STOP
-    """A truncated text is graded only on a closed box or answer tag."""
+    """A truncated text is graded only on a closed box or answer tag, unless the mode copies a project
+    that grades it like any other (docs/grading.md)."""
     prompt_text: str = ""
     """The prompt, if it is known: it shows whether the text begins inside ``<think>``."""
     tokens: Int32Array | None = None

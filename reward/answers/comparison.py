@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from ...common.records import Verdict
 from ..reading.extraction import MAX_ANSWER
+from ..reading.labels import option_letter
 from ..reading.modes import Mode
-from ..reading.options import compare_options, option_letter
+from ..reading.options import compare_options
 from . import structure, values
 from .guard import dangerous, unevaluated
 from .numbers import NUMBER_WORDS, read_number, same_number

@@ -87,7 +87,8 @@ _RATE = re.compile(
 _NOUNS = re.compile(r" (?P<words>[A-Za-z]{3,}(?: (?:[a-z]{3,}|of|per|in)){0,3})\.?$")
 _NO_NOUNS = re.compile(
     r"\b(?:or|and|nor|not|than|maybe|perhaps|possibly|but|if|when|where|plus|minus|mod|modulo|squared"
-    r"|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tens|tenths?|hundredths?|base|least"
+    r"|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tens|tenths?"
+    r"|(?:hundred|thousand|million|billion|trillion)ths?|base|least"
     r"|most|more|less|fewer|pi|sqrt|sin|cos|tan|log|exp|alpha|beta|theta|over|divided|hundred"
     r"|thousand|million|billion|trillion|dozen|percent|otherwise|except|unless|either|instead)\b",
     re.IGNORECASE,
@@ -101,7 +102,7 @@ _SCALES = {
     "dozen": 12,
 }
 _SCALE = re.compile(
-    r"\s*(?:\\text\s*\{\s*)?(?P<scale>hundred|thousand|million|billion|trillion|dozen)s?"
+    r"\s*(?:\\text\s*\{\s*)?(?P<scale>hundred|thousand|million|billion|trillion|dozen)s?(?![A-Za-z-])"
     r"(?P<rest>[^{}]*?)\s*\}?$",
     re.IGNORECASE,
 )

@@ -9,8 +9,8 @@ from functools import lru_cache
 
 from ..reading import extraction
 from ..reading.extraction import last_box
+from ..reading.labels import option_letter
 from ..reading.modes import Mode
-from ..reading.options import option_letter
 from . import structure
 from .guard import dangerous
 from .numbers import PlainNumber, read_number, with_letter_unit, with_rate

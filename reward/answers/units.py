@@ -64,7 +64,7 @@ UNIT_WORDS = (
 _UPRIGHT = r"\s*\\(?:text|mathrm)\s*\{\s*[A-Za-z]{1,6}\s*\}(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?\s*"
 NO_UNIT = re.compile(
     r"\s*(?:squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
-    r"|hundredths|thousandths)\b",
+    r"|(?:hundred|thousand|million|billion|trillion)ths)\b",
     re.IGNORECASE,
 )
 """Words that begin like a unit and make another value of the number before them."""

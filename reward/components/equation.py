@@ -15,22 +15,30 @@ from .registry import Component, Graded, register
 MAX_CHARACTERS = 300
 """Longest expression that is read."""
 _TOKEN = re.compile(r"\s*(?:([0-9]{1,9})|([-+*/()]))")
-_LATEX = {"\\times": "*", "\\cdot": "*", "\\div": "/", "\\left": " ", "\\right": " ", "$": " "}
+_LATEX = {
+    "\\times": "*",
+    "\\cdot": "*",
+    "\\div": "/",
+    **dict.fromkeys(("\\left", "\\right", "$", "\\(", "\\)", "\\[", "\\]"), " "),
+}
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "[": "(", "]": ")"})
+_SPELLINGS = str.maketrans(
+    {"×": "*", "·": "*", "\u22c5": "*", "\u2217": "*", "÷": "/", "−": "-", "[": "(", "]": ")"}
+)
 
 
 @register("equation", origin="TinyZero's Countdown")
 def equation() -> Component:
     """1 if the answer uses each of the row's ``nums`` once and has the value ``target``, else 0; no value
-    for rows without them. The answer is in the last ``<answer>``, else in the last box; what follows an
-    equals sign is left out."""
+    for rows without them. The answer is in the last ``<answer>``, or in the last box of it, else in the
+    last box; what follows an equals sign is left out."""
 
     def value(sample: Graded) -> float | None:
         numbers, target = sample.extra.get("nums"), sample.extra.get("target")
         if not isinstance(numbers, list) or not isinstance(target, int):
             return None
-        answer = extraction.answer_tag(sample.text) or extraction.last_box(sample.text) or ""
+        tag = extraction.answer_tag(sample.text)
+        answer = extraction.last_box(tag or sample.text) or tag or ""
         found = evaluate(answer.partition("=")[0])
         return float(found is not None and found[0] == target and found[1] == sorted(numbers))
 

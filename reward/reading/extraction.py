@@ -21,6 +21,8 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
+from .labels import option_letter
+
 MAX_SOLUTION = 50_000
 """Characters of a solution that are read, counted from its end."""
 MAX_ANSWER = 2_000
@@ -44,7 +46,15 @@ _INTRODUCED = re.compile(
     re.I,
 )
 """``\\text{The answer is }`` before the value of a box."""
-_HEDGING = re.compile(r"\b(?:not|or|either|if|when)\b|n't", re.I)
+_LEAD = re.compile(
+    r"[^\d$\\{}]{0,300}(?:\b(?:is|are|was|were|be|equals?(?: to)?|gives?|makes?|costs?|has|have|gets?|needs?|takes?|answer"
+    r"|so|thus|hence|therefore)\b|[A-Za-z]{2}\s?[:=])\s*(?=\S)",
+    re.I,
+)
+"""Words that a verb or a colon ends, directly in front of what they introduce."""
+_VALUE = re.compile(r"[-+−]?\s?(?:\\?[$€£¥]\s?)?\.?\d|\\(?:[dt]?frac|sqrt)(?![A-Za-z])")
+"""How a value begins that isn't between math delimiters."""
+_HEDGING = re.compile(r"\b(?:not|or|either|neither|if|when|unless)\b|n't", re.I)
 _CORRECTING = re.compile(
     r"\b(?:no|not|but|wait|actually|instead|rather|wrong|sorry|mistake|correct(?:ed|ion)?|so|then|is"
     r"|therefore|hence|thus|should|final|answer|which|since|because|now|check(?:ing)?)\b",
@@ -54,17 +64,40 @@ _JOINING_WORD = re.compile(r"[,;]|\b(?:and|or)\b", re.IGNORECASE)
 _ANCHOR = re.compile(
     r"answer(?:\s{1,5}(?:is|equals)\b|\s{0,3}(?:\*\*)?\s{0,3}[:=])\s{0,5}(?:\*\*)?:?", re.I
 )
+_EXPLAINING = re.compile(
+    r"\s{0,3}[,;:(]?\s{0,3}\b(?:because|since|as|so|which|I (?:think|believe|guess|suppose)|in (?:total|all)|altogether)\b.*",
+    re.S,
+)
+"""The words behind a value that tell why it is the answer."""
+_BESIDE = re.compile(r"[,;]|\b(?:or|either|maybe|perhaps|possibly|and)\b", re.I)
+_ONE_WORD = re.compile(
+    r"\s{0,3}(?!(?:for|from|after|at|with|when|if)\b)(?:[A-Za-z]{1,12}\.?|out of)?\s{0,3}", re.I
+)
+"""A unit between two parts of a quantity, as in "5 feet 6 inches"."""
+_CHANGING = re.compile(
+    r"\s{0,3}(?:(?:hundred|thousand|million|billion|trillion)(?:th)?s?|dozens?|squared|cubed|factorial|hal(?:f|ves)"
+    r"|quarters|thirds|(?:four|fif|six|seven|eigh|nin|ten)ths|(?:or )?(?:less|more|fewer)|below|above|plus|minus"
+    r"|times|over|under)\b",
+    re.I,
+)
+"""Words that make another value of the one before them."""
+_QUALIFIED = re.compile(
+    r"\b(?:not|negative|minus|at (?:least|most)|(?:less|more|fewer|greater|smaller|larger) than|up to"
+    r"|under|over|below|above|between)\s{1,3}[\\$(]{0,3}[\d.]",
+    re.I,
+)
+"""Words that make another value of the one behind them."""
 _HASHES = re.compile(r"####[ \t]+([^\n]+)")
 _MATH = re.compile(
-    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\d])\$((?:\\\$|[^$\n])+?)(?<!\\)\$", re.S
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\d])\$(?!\.?\d[\d,.]*\s+[A-Za-z]{2}[^$\n]*\s\$)((?:\\\$|[^$\n])+?)(?<!\\)\$(?!\d)",
+    re.S,
 )
 _NUMBER = re.compile(
-    r"(?<![\w.,])[-+−]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:[.,]\d+)?(?:/\d+)?"
+    r"(?<![\w.,])[-+−]?[$€£¥]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:[.,]\d+)?|\.\d+)(?:/\d+)?"
     r"(?:\s*\\?%|\s*(?:percent|pct)\b)?"
 )
 _LABELLED = re.compile(r"[^\W\d]{2,20}\s?:\s?[^:]{1,40}")
 _TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
-_UNITS_ONLY = re.compile(r"\s*(?:\\?%|percent|percentage|pct|and|or|,)?\s*\.?\s*", re.I)
 _CLOSING = re.compile(
     r"\s*(?:\.?\s*I hope (?:it is|it's) correct\b.*|<\|.*|</answer>.*|\*\*)$", re.I | re.S
 )
@@ -192,7 +225,7 @@ def answer_tag(text: str) -> str | None:
 
 def formulas(text: str) -> list[str]:
     """Contents of all math delimiters, in order."""
-    return [next(g for g in m.groups() if g is not None).strip() for m in _MATH.finditer(text)]
+    return [_inside(m) for m in _MATH.finditer(text)]
 
 
 def numbers(text: str) -> list[str]:
@@ -207,22 +240,72 @@ def hashes(text: str) -> str | None:
 
 
 def anchored(text: str) -> str | None:
-    """What follows the last "answer is" or "answer:" in its sentence."""
+    """What follows the last "answer is" or "answer:" in its sentence.
+
+    A sentence that begins with a value gives that value, with the words behind it ("5 feet 6 inches") up
+    to those that explain it ("18 because …"); one that begins with words gives its last value. A hedge
+    or a list of several values, and a value of which a word makes another one ("at most 5"), stays whole.
+    """
     match = _last(_ANCHOR, text)
     if match is None:
         return None
     rest = _CLOSING.sub("", text[match.end() : match.end() + MAX_ANSWER].strip())
-    first = _MATH.search(rest)
-    if first is not None and first.start() <= 3:
-        return next(g for g in first.groups() if g is not None).strip()
-    line = rest.split("\n", 1)[0]
-    sentence = re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip(" *\t")
+    formula = _MATH.search(rest)
+    if formula is not None and formula.start() <= 3:
+        behind = _EXPLAINING.sub("", _sentence(rest[formula.end() :]))
+        more = _goes_on(behind) or _CHANGING.match(behind)
+        return _inside(formula) + (_without_delimiters(behind) if more else "")
+    sentence = _sentence(rest).strip(" *\t")
     if sentence.startswith("}"):
         # The words were inside \text{...}.
         sentence = sentence[1:].strip()
-    if _words(_MATH.sub(" ", sentence)) > 1:
-        return last_value(sentence) or sentence
-    return sentence or None
+    head = _EXPLAINING.sub("", sentence) or sentence
+    number = _NUMBER.match(head)
+    if _words(_MATH.sub(" ", head)) <= 1 or option_letter(head) is not None:
+        return _without_delimiters(head) or None
+    if number is not None:
+        behind = head[number.end() :]
+        second = _first_value_in(behind)
+        if second is None and _words(behind) > 4 and not _CHANGING.search(behind):
+            # "12 apples left in the basket": longer than any unit.
+            return number[0]
+        if second is None or _goes_on(behind):
+            return _without_delimiters(head)
+        return number[0] + behind[: second.start()].rstrip()
+    value = last_value(sentence)
+    if value is None or _QUALIFIED.search(sentence) or _is_list(sentence):
+        return _without_delimiters(sentence)
+    behind = sentence.rpartition(value)[2].lstrip("$)\\ ")
+    return f"{value} {behind}" if _CHANGING.match(behind) else value
+
+
+def _sentence(text: str) -> str:
+    return re.split(r"\.(?:\s|$)", text.split("\n", 1)[0], maxsplit=1)[0]
+
+
+def _first_value_in(text: str) -> re.Match[str] | None:
+    found = [m for m in (_MATH.search(text), _NUMBER.search(text)) if m is not None]
+    return min(found, key=re.Match.start, default=None)
+
+
+def _goes_on(behind: str) -> bool:
+    """Whether what follows a value adds another one to it: a list, a hedge, or a second unit."""
+    second = _first_value_in(behind)
+    between = behind[: second.start()] if second is not None else ""
+    return second is not None and bool(_BESIDE.search(between) or _ONE_WORD.fullmatch(between))
+
+
+def _is_list(sentence: str) -> bool:
+    plain = _MATH.sub(" 0 ", sentence)
+    return len(numbers(plain)) > 1 and _BESIDE.search(_NUMBER.sub(" ", plain)) is not None
+
+
+def _inside(formula: re.Match[str]) -> str:
+    return next(g for g in formula.groups() if g is not None).strip()
+
+
+def _without_delimiters(text: str) -> str:
+    return _MATH.sub(_inside, text)
 
 
 def last_value(text: str) -> str | None:
@@ -230,7 +313,7 @@ def last_value(text: str) -> str | None:
     formula = _last(_MATH, text)
     number = _last(_NUMBER, text)
     if formula is not None and (number is None or number.end() <= formula.end()):
-        return next(g for g in formula.groups() if g is not None).strip()
+        return _inside(formula)
     return number.group() if number is not None else None
 
 
@@ -241,33 +324,40 @@ def first_value(text: str) -> str | None:
         return closed[0][2].strip() if closed and closed[0][0] == 0 else None
     formula = _MATH.match(text)
     if formula is not None:
-        inside = next(g for g in formula.groups() if g is not None).strip()
+        inside = _inside(formula)
         return last_box(inside) or inside
     number = _NUMBER.match(text)
     return number.group() if number is not None else None
 
 
 def refine(content: str) -> str:
-    """The one value of a box (or tag) that holds prose: ``The sum is $x+1$`` gives ``x+1``.
+    """The value of a box (or tag) that holds prose: ``The sum is $x+1$`` gives ``x+1``.
 
-    With more than one value it is returned unchanged, so that nobody picks the right one out of a hedge.
+    Only words in front of a value that a verb or a colon introduces are dropped, since others may make
+    another value of it ("at most 5"). What follows it stays: it may be its unit or its scale ("3 million").
+    With more than one value the text is returned unchanged, so that nobody picks the right one out of a hedge.
     """
     if len(content) > MAX_ANSWER or _TWO_LETTERS.search(content) is None or _words(content) == 0:
+        return content
+    if option_letter(content) is not None:
         return content
     introduced = _INTRODUCED.match(content)
     if introduced is not None and not _HEDGING.search(introduced.group()):
         content = content[introduced.end() :]
     inside = formulas(content)
-    outside = _MATH.sub(" ", content)
-    if inside:
-        if _words(outside) == 0 or len(set(inside)) > 1 or numbers(outside):
-            return content
-        return inside[0] if not _UNITS_ONLY.fullmatch(outside) else content
-    if "\\" in content or _words(content) < 2 or _JOINING_WORD.search(outside):
+    if len(inside) > 1:
         return content
-    values = set(numbers(content))
-    if len(values) == 1:
-        return values.pop()
+    lead = _LEAD.match(content)
+    if lead is not None and not _HEDGING.search(lead[0]) and not _JOINING_WORD.search(lead[0]):
+        rest = content[lead.end() :]
+        begins = _MATH.match(rest) or _VALUE.match(rest)
+        if _words(rest) == 0 or (begins and not _JOINING_WORD.search(_NUMBER.sub(" ", rest))):
+            content = rest
+    formula = _MATH.match(content)
+    if formula is not None:
+        return f"{inside[0]}{content[formula.end() :]}"
+    if inside or "\\" in content or numbers(content) or _JOINING_WORD.search(content):
+        return content
     return anchored(content) or content
 
 
@@ -276,8 +366,17 @@ def _words(text: str) -> int:
     return len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", text)))
 
 
-def find(text: str, *, prompt_text: str = "", truncated: bool = False) -> Extraction:
-    """Finds the answer by the rules at the top of this file."""
+def find(
+    text: str, *, prompt_text: str = "", truncated: bool = False, refined: bool = True
+) -> Extraction:
+    """Finds the answer by the rules at the top of this file.
+
+    Args:
+        text: the response.
+        prompt_text: the prompt, which may open the thoughts.
+        truncated: whether the response was cut; then rule 4 is left out.
+        refined: whether words around the value of a box or tag are left out (:func:`refine`).
+    """
     part = solution(text, prompt_text)
     if part is None:
         return Extraction(answer=None, how="thinking")
@@ -286,10 +385,12 @@ def find(text: str, *, prompt_text: str = "", truncated: bool = False) -> Extrac
     if is_open:
         return Extraction(answer=None, how="open box")
     if box is not None:
-        return Extraction(answer=refine(box) or None, how="box" if box else "empty")
+        return Extraction(
+            answer=(refine(box) if refined else box) or None, how="box" if box else "empty"
+        )
     tag = answer_tag(part)
     if tag:
-        return Extraction(answer=refine(tag), how="tag")
+        return Extraction(answer=refine(tag) if refined else tag, how="tag")
     if truncated:
         return Extraction(answer=None, how="truncated")
     return fallback(part[-MAX_FALLBACK:])

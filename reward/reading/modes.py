@@ -17,7 +17,7 @@ from ...common.errors import ConfigError
 from . import extraction, options
 from .extraction import Extraction, find
 
-GRADER_VERSION = 8
+GRADER_VERSION = 9
 """Increased whenever a verdict may change, so that stored samples can be graded again.
 tests/reward/answers/test_version.py notices changed verdicts and says what to do."""
 
@@ -84,6 +84,10 @@ _NONE = Extraction(answer=None, how="none")
 
 def _read_boxed(text: str, prompt: str, truncated: bool) -> Extraction:
     return find(text, prompt_text=prompt, truncated=truncated)
+
+
+def _read_exact(text: str, prompt: str, truncated: bool) -> Extraction:
+    return find(text, prompt_text=prompt, truncated=truncated, refined=False)
 
 
 def _read_box_only(text: str, prompt: str, truncated: bool) -> Extraction:
@@ -226,6 +230,8 @@ def _read_gsm8k(text: str, prompt: str, truncated: bool) -> Extraction:
 
 
 def _read_last_number(text: str, prompt: str, truncated: bool) -> Extraction:
+    if truncated:
+        return Extraction(answer=None, how="truncated")
     part = extraction.solution(text, prompt) or ""
     numbers = extraction.numbers(part[-extraction.MAX_SOLUTION :])
     return Extraction(answer=numbers[-1], how="number") if numbers else _NONE
@@ -302,6 +308,6 @@ for _mode in (
         compare="choice",
         about="one option, A to E or 1 to 5",
     ),
-    Mode(name="exact", read=_read_boxed, compare="exact", about="equal text"),
+    Mode(name="exact", read=_read_exact, compare="exact", about="equal text"),
 ):
     register_mode(_mode)

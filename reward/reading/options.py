@@ -14,36 +14,7 @@ from collections.abc import Callable
 
 from . import extraction
 from .extraction import Extraction, last_box
-
-_OPTION = re.compile(
-    r"[\s$*]*(?:\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*)?"
-    r"(?:(?i:option|choice|answer)[\s:~]+)?\(?\s*([A-Z])\s*\)?\s*\}?[\s$*]*"
-    r"(?:[.):]?|[.):]\s*\}?(?:\\[ ,;]\s*|\s+)\S.*|(?<=\})(?:\\[ ,;]|\s)\s*\S.*)[\s$*}]*",
-    re.DOTALL,
-)
-_JOINED_LETTER = re.compile(
-    r"(?:^|[\s({,/&])(?:or|and|,|/|&|\\text\s*\{\s*(?:or|and)\s*\}|\bto\b|-)[\s($*{]*([A-J])(?![A-Za-z])"
-)
-_PARENTHESISED = re.compile(r"\(\s*([A-J])\s*\)")
-
-
-def option_letter(text: str) -> str | None:
-    """``C`` from ``C``, ``(C)``, ``\\text{(C)}``, ``**C**``, ``Option C`` and ``C) 12 apples``; else None."""
-    if len(text) > 300:
-        return None
-    match = _OPTION.fullmatch(text)
-    if match is None:
-        return None
-    letter = match.group(1)
-    rest = text[match.end(1) :]
-    others = {*_JOINED_LETTER.findall(rest), *_PARENTHESISED.findall(rest)}
-    return letter if others <= {letter} else None
-
-
-def option_text(text: str) -> str:
-    """``12 apples`` from ``C) 12 apples``; the whole text if it has no label."""
-    return re.sub(r"^[\s$*(]*[A-J]\s*[).:]\s*(?=\S)", "", text.strip())
-
+from .labels import option_letter, option_text
 
 # "I think" and "a number" have a pronoun and an article, not options.
 _PROSE_AFTER = r"(?! (?!because|since|as |and |or )[a-z])"
@@ -51,7 +22,7 @@ _DRESS = r"[\s$*(\"'\u201c]{0,8}(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s?\{\s?
 _HEDGE = re.compile(
     r"[\s)}*$.]{0,6}(?:,|/|&|-|–|\\text\s?\{\s?(?:or|and)\s?\}|\bor\b|\band\b|\bto\b|\bor maybe\b)"
     r"\s{0,3}(?:maybe|perhaps|possibly|else|also|option)?[\s$*({]{0,6}(?:\\text\s?\{)?\(?([A-J1-9])(?![A-Za-z\d'])"
-    r"(?! (?:is|are|was|can|does|would|has|cannot)\b)"
+    rf"(?! (?:is|are|was|can|does|would|has|cannot)\b)(?:(?<![AI])|{_PROSE_AFTER})"
 )
 
 

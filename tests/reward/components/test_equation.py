@@ -28,6 +28,8 @@ def paid(text: str, **extra: Any) -> float | None:
         ("25 * 4 is 100. <answer>25 * 4 + 3</answer>", 0.0),
         ("<answer>100</answer>", 0.0),
         ("no answer", 0.0),
+        ("25 * 4 + 3 - 3", 0.0),
+        ("<answer>\\boxed{25 * 4}</answer>", 0.0),
         ("<answer></answer>", 0.0),
     ],
 )
@@ -46,6 +48,11 @@ def test_what_is_not_the_task_is_paid_nothing(text: str, value: float) -> None:
         "\\boxed{25 \\times (3 + 1)}",
         "\\boxed{\\left(3+1\\right)\\cdot25 = 100}",
         "<answer>$(3 + 1) \\times 25$</answer>",
+        "<answer>\\boxed{(3+1)*25}</answer>",
+        "<answer>\\((3+1)\\times 25\\)</answer>",
+        "so <answer>\\[\\left[3+1\\right] \\cdot 25 = 100\\]</answer>",
+        "<answer>25 \u22c5 (3 + 1)</answer>",
+        "<answer>25 \u2217 (3 + 1)</answer>",
     ],
 )
 def test_an_expression_of_the_numbers_with_the_value_is_paid(text: str) -> None:

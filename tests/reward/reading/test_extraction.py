@@ -94,6 +94,7 @@ def test_a_truncated_response_is_read_for_a_box_or_a_tag_only() -> None:
 def test_prose_in_a_box_gives_its_one_value_and_a_hedge_stays_whole() -> None:
     assert find("</think> \\boxed{The answer is 4}").answer == "4"
     assert find("</think> \\boxed{The sum is $x+1$}").answer == "x+1"
+    assert find("</think> \\boxed{The sum is x+1}").answer == "x+1"
     assert find("</think> \\boxed{it is 3 or maybe 4}").answer == "it is 3 or maybe 4"
 
 

@@ -131,6 +131,27 @@ def test_gsm8k_takes_the_number_after_the_last_hashes(text: str, answer: str | N
 def test_the_last_number_is_one_in_digits() -> None:
     assert read("gsm8k_last_number", "48/2 = 24 in May, so 48+24 = 72 altogether.") == "72"
     assert read("gsm8k_last_number", "twenty-four and then seventy-two") is None
+    assert read("last_number", "3 pens cost $.75 altogether.") == "$.75"
+    assert read("last_number", "It is -.5 or 1.5.") == "1.5"
+    assert read("last_number", "It is x.5 or ...5") is None
+
+
+@pytest.mark.parametrize("mode", ["boxed", "exact", "last_number", "gsm8k_last_number"])
+def test_the_number_at_which_a_response_was_cut_is_no_answer(mode: str) -> None:
+    found = modes.mode(mode).read("She has 3 pens and 1", "", True)
+    assert (found.answer, found.how) == (None, "truncated")
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("gsm8k", "#### 12"),
+        ("math_verify", "the answer is 12"),
+        ("luffy", "so</think> the answer is 12"),
+    ],
+)
+def test_modes_of_projects_that_grade_cut_responses_do_so_too(mode: str, text: str) -> None:
+    assert modes.mode(mode).read(text, "", True).answer == "12"
 
 
 # --- choices ------------------------------------------------------------------------------------
@@ -158,6 +179,11 @@ def test_the_last_number_is_one_in_digits() -> None:
         ("arc", "The answer is 3.5", None),
         ("arc", "answer is 42", None),
         ("choice", "The answer is B or C.", None),
+        ("choice", "The answer is B, I think.", "B"),
+        ("mmlu_pro", "The answer is B, I believe.", "B"),
+        ("choice", "The answer is C, A good fit.", "C"),
+        ("choice", "The answer is B, A or C.", None),
+        ("mmlu_pro", "The answer is B or I.", None),
         ("choice", "The answer is B, since A is wrong.", "B"),
         ("choice", "The answer is (A) or (C)", None),
         ("choice", "the answer is either A or B", None),
@@ -173,6 +199,25 @@ def test_the_last_number_is_one_in_digits() -> None:
         ("choice", "The answer is $\\mathbf{D}$", "D"),
         ("choice", "\\boxed{\\textbf{(B)}}", "B"),
         ("choice", "\\boxed{B. 12}", "B"),
+        ("choice", "\\boxed{D. Both A and B}", "D"),
+        ("choice", "\\boxed{D. A, B and C}", "D"),
+        ("choice", "\\boxed{C. Hepatitis A and B}", "C"),
+        ("mmlu", "\\boxed{C. Hepatitis A and B}", "C"),
+        ("gpqa", "\\boxed{D. Both A and B}", "D"),
+        ("choice", "\\boxed{A) 3 or B) 4}", None),
+        ("choice", "\\boxed{A. 3 or B. 4}", None),
+        ("choice", "\\boxed{A) 3 or B}", None),
+        ("choice", "\\boxed{A) 3, B) 4}", None),
+        ("choice", "\\boxed{B) or C}", None),
+        ("choice", "\\boxed{A) or B or C}", None),
+        ("choice", "\\boxed{D. Both A and B) 4}", None),
+        ("choice", "\\boxed{\\textbf{(B)}~12}", "B"),
+        ("choice", "\\boxed{\\textbf{(B)}12}", "B"),
+        ("mmlu_pro", "\\boxed{\\textbf{(B)}\\quad 12}", "B"),
+        ("mmlu", "\\boxed{\\textbf{(B)}\\: 12}", "B"),
+        ("choice", "\\boxed{\\textbf{(B)}\\frac{1}{2}}", "B"),
+        ("choice", "\\boxed{\\textbf{(B)}~\\textbf{(C)}}", None),
+        ("choice", "\\boxed{\\textbf{(B)}, \\textbf{(C)}}", None),
         ("choice", "<think>The answer is B</think> The answer is C", "C"),
         ("choice", "<think>The answer is B", None),
         ("choice", "We look at A and at B.\n\n(C)", "C"),

@@ -33,6 +33,7 @@ def test_there_may_be_more_options() -> None:
     [
         ("Natalia sold 48/2 = 24 clips in May. She sold 48+24 = 72 clips altogether.", "72"),
         ("It costs $1,250.50 in all.", "1250.50"),
+        ("3 pens cost $.75 altogether.", ".75"),
         ("Natalia sold seventy-two clips altogether.", None),
         ("", None),
     ],
