@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 from pty_screen import OnPty
@@ -44,8 +44,10 @@ class Run:
         """Waits while the run goes on."""
         end = time.monotonic() + DEADLINE
         while not condition():
-            assert self.process.poll() is None, f"it ended before {what}:\n{self.said()}"
-            assert time.monotonic() < end, f"no {what} in {DEADLINE:.0f} s:\n{self.said()}"
+            if self.process.poll() is not None:
+                self.fail(f"it ended before {what}")
+            if time.monotonic() > end:
+                self.fail(f"no {what} in {DEADLINE:.0f} s")
             time.sleep(0.05)
 
     def wait(self, deadline: float = DEADLINE) -> int:
@@ -53,7 +55,13 @@ class Run:
         try:
             return self.process.wait(deadline)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running:\n{self.said()}") from None
+            self.fail(f"still running after {deadline:.0f} s")
+
+    def fail(self, why: str) -> NoReturn:
+        """Ends it, or it would run beside all later tests, and raises what it has said."""
+        said = self.said()
+        self.end()
+        raise AssertionError(f"{why}:\n{said}") from None
 
     def role(self, name: str) -> psutil.Process:
         """The process of a part, such as ``rollout-0`` or ``redis``."""
@@ -107,7 +115,10 @@ class RunOnScreen(Run):
 
     def wait(self, deadline: float = DEADLINE) -> int:
         """Its exit code; the terminal's modes are as they were."""
-        return self.view.wait(deadline)
+        try:
+            return self.view.wait(deadline)
+        except subprocess.TimeoutExpired:
+            self.fail(f"still running after {deadline:.0f} s")
 
     def end(self) -> None:
         """Ends it and its terminal."""

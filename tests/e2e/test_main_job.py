@@ -15,7 +15,7 @@ from tandem.learner.resume.journal import read
 pytestmark = pytest.mark.timeout(400)
 
 FEW = (
-    "run.steps=60",
+    "run.steps=40",
     "learner.checkpoint_every=5",
     "evaluate.every=10",
     "evaluate.limit=20",
@@ -85,9 +85,9 @@ def test_a_run_survives_kill_9_of_every_process(survived: Survived) -> None:
 
 
 def test_every_step_is_trained_once(survived: Survived) -> None:
-    assert steps(survived.folder) == list(range(1, 61))
+    assert steps(survived.folder) == list(range(1, 41))
     rows = [r["row"] for r in read(survived.folder / "journal.jsonl") if r["kind"] == "row"]
-    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert [row["step"] for row in rows] == list(range(1, 41))
     ids = [group["id"] for row in rows for group in row["groups"]]
     assert len(ids) == len(set(ids))
 
@@ -97,7 +97,9 @@ def test_new_weights_are_checked_and_pass(survived: Survived) -> None:
     records = list(map(json.loads, lines))
     assert sum(r.get("weights/checks", 0) for r in records) > 0
     assert sum(r.get("weights/checks_failed", 0) for r in records) == 0
-    assert all(r["time/score"] > 0 for r in records if "time/publish" in r)
+    scored = [r["time/score"] for r in records if "time/publish" in r]
+    assert scored
+    assert all(seconds > 0 for seconds in scored)
 
 
 def test_it_listens_on_loopback_only(survived: Survived) -> None:
@@ -131,16 +133,16 @@ def test_no_secret_is_readable_by_others_or_written_where_it_is_shown(survived: 
 
 def test_the_summary_tells_what_came_of_it(survived: Survived) -> None:
     made = summary(survived.folder)
-    assert made["steps"] == 60
+    assert made["steps"] == 40
     assert made["accuracy_before"] < 0.1
     assert 0.0 <= made["accuracy_after"] <= 1.0
-    assert made["samples_trained"] == 60 * 64
+    assert made["samples_trained"] == 40 * 64
     assert made["staleness_max"] <= 1
     assert set(made["idle_shares"]) >= {"learner", "rollout", "reward"}
     start = list(made["start_seconds"].values())
     assert len(start) == 6
     assert start == sorted(start)
-    assert made["ledger"]["trained"] == 60 * 8
+    assert made["ledger"]["trained"] == 40 * 8
     assert "held-out accuracy" in survived.output
 
 
@@ -161,7 +163,7 @@ def test_the_status_of_a_live_run(survived: Survived) -> None:
     # The learner confirms a step before it writes its metrics.
     assert earliest <= status["step"] <= latest
     assert earliest * 8 <= status["ledger"]["trained"] <= (latest + 1) * 8
-    assert status["total_steps"] == 60
+    assert status["total_steps"] == 40
     (worker,) = (member for member in status["members"] if member["role"] == "rollout")
     assert worker["version"][0] == status["term"] == 1
     assert status["step"] - 2 <= worker["version"][1] <= latest
@@ -183,7 +185,7 @@ def test_the_status_tells_of_restarts(survived: Survived) -> None:
 def test_what_is_piped_are_lines(survived: Survived) -> None:
     assert "\x1b" not in survived.output
     assert "\r" not in survived.output
-    assert "step 60/60" in survived.output
+    assert "step 40/40" in survived.output
     assert "report.png" in survived.output
     assert (survived.folder / "report.png").read_bytes().startswith(b"\x89PNG")
 
@@ -219,7 +221,7 @@ def test_a_finished_run_is_left_as_it_is(survived: Survived) -> None:
     before = (survived.folder / "metrics.jsonl").read_bytes()
     code, out, err = tandem(survived.folder.parent.parent, "start")
     assert (code, err) == (0, "")
-    assert "is finished (60 steps" in out
+    assert "is finished (40 steps" in out
     assert (survived.folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -238,7 +240,7 @@ def test_evaluate_reads_a_runs_settings(survived: Survived) -> None:
 
 @pytest.mark.byhand
 def test_kill_9_of_all_then_ctrl_c_then_the_end(tmp_path: Path) -> None:
-    words = ("start", "miniature-easy", *FEW)
+    words = ("start", "miniature-easy", *FEW, "run.steps=60")
     folder = tmp_path / "runs" / "miniature-easy"
     run = Run(tmp_path, *words)
     try:
@@ -276,20 +278,6 @@ def test_kill_9_of_all_then_ctrl_c_then_the_end(tmp_path: Path) -> None:
         assert json.loads((folder / "join.json").read_text())["port"] == port
     finally:
         run.end()
-
-
-def test_offline_needs_no_rollout_worker(tmp_path: Path) -> None:
-    run = Run(tmp_path, "offline", "run.steps=10", "data.evaluate.0.limit=40")
-    folder = tmp_path / "runs" / "miniature-sft"
-    try:
-        assert run.wait() == 0, run.said()
-    finally:
-        run.end()
-    made = summary(folder)
-    assert steps(folder) == list(range(1, 11))
-    assert made["accuracy_before"] < 0.1
-    assert made["accuracy_after"] is not None
-    assert not list((folder / "logs").glob("rollout-*.log"))
 
 
 def test_offline_checkpoints_can_be_evaluated_on_the_way(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run with both trackers on, one of which can't work: it ends well, and the other has it all."""
+"""An offline run with both trackers on, one of which can't work: it ends well, and the other has it all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import Run, steps, tandem
+from processes import Run, steps, summary, tandem
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -19,12 +19,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Pat
     folder.mkdir(parents=True)
     # Where TensorBoard wants a folder is a file.
     (folder / "tensorboard").touch()
-    words = (
-        "run.steps=4",
-        "data.evaluate.0.limit=20",
-        "evaluate.at_start=false",
-        "evaluate.at_end=false",
-    )
+    words = ("run.steps=4", "data.evaluate.0.limit=20")
     run = Run(here, "offline", *words, "log.wandb=offline", "log.tensorboard=true")
     try:
         assert run.wait() == 0, run.said()
@@ -33,13 +28,21 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Pat
         run.end()
 
 
+def test_offline_needs_no_rollout_worker(tracked: tuple[Run, Path]) -> None:
+    _, folder = tracked
+    made = summary(folder)
+    assert made["accuracy_before"] < 0.1
+    assert made["accuracy_after"] is not None
+    assert not list((folder / "logs").glob("rollout-*.log"))
+
+
 def test_a_tracker_that_fails_is_told_once_and_stops_nothing(tracked: tuple[Run, Path]) -> None:
     run, folder = tracked
     assert steps(folder) == [1, 2, 3, 4]
     told = [line for line in run.said().splitlines() if "tensorboard" in line]
     assert len(told) == 1
     assert told[0].startswith("warning: tensorboard ended with exit code 1, the run goes on")
-    assert json.loads((folder / "summary.json").read_text())["restarts"] == []
+    assert summary(folder)["restarts"] == []
 
 
 def test_the_other_has_every_record(tracked: tuple[Run, Path]) -> None:
@@ -53,7 +56,8 @@ def test_the_other_has_every_record(tracked: tuple[Run, Path]) -> None:
 def test_what_is_missing_is_sent_afterwards(tracked: tuple[Run, Path]) -> None:
     _, folder = tracked
     (folder / "tensorboard").unlink()
+    count = len((folder / "metrics.jsonl").read_text().splitlines())
     code, out, err = tandem(folder.parent, "track", str(folder), "--to", "tensorboard")
     assert code == 0, err
-    assert out.startswith("4 records sent (4 in all)")
+    assert out.startswith(f"{count} records sent ({count} in all)")
     assert list((folder / "tensorboard").glob("events.out.*"))

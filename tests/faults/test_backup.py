@@ -94,6 +94,7 @@ def trained_once(folder: Path, before: Path) -> None:
     assert journal_of(folder)[: len(kept)] == kept
 
 
+@pytest.mark.byhand  # What CI runs of it: tests/launch/notebook/test_handle.py.
 def test_a_stopped_run_is_told_from_its_folder(stopped: Path) -> None:
     code, out, err = tandem(stopped.parent, "status", str(stopped), "--json")
     assert code == 0, err

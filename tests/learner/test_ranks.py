@@ -1,7 +1,7 @@
 """Two and four real ranks train to the parameters of one, whatever the objective.
 
-All but adapters takes minutes, so by hand: ``bash tests/run.sh tests/learner/test_ranks.py -m byhand``. What CI runs of it:
-``test_trainer.py`` (two ranks, one objective) and the simulated ranks of
+It takes minutes, so by hand: ``bash tests/run.sh tests/learner/test_ranks.py -m byhand``. CI has instead of it
+``test_trainer.py`` (two ranks, one objective), ``test_parity.py`` (two ranks in some cells) and the simulated ranks of
 ``test_objective_rules.py`` (every objective).
 """
 
@@ -81,7 +81,7 @@ def test_the_parameters_have_moved(alone: Trained, made_up: Any) -> None:
 def test_adapters_train_alike_at_every_stage_and_on_two_ranks(
     folder: Path, many: ModuleType
 ) -> None:
-    """Runs at all times: how frozen parameters are left out differs from stage to stage."""
+    """How frozen parameters are left out differs from stage to stage."""
     tensors, metrics = many.trained(1, folder, "0,3", ADAPTED)
     for name in ADAPTED:
         adapters = {k: t for k, t in tensors.items() if k.startswith(f"{name}@0/model.")}

@@ -114,11 +114,14 @@ class OnPty:
         return code
 
     def end(self) -> None:
-        """Ends it, whatever state it is in."""
+        """Ends it, whatever state it is in; once is enough."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
         if self._slave >= 0:
             os.close(self._slave)
+            self._slave = -1
             self._reader.join(5.0)
-        os.close(self.master)
+        if self.master >= 0:
+            os.close(self.master)
+            self.master = -1

@@ -367,10 +367,12 @@ def join(here: Path) -> Iterator[JoinInfo]:
     config = load("miniature").resolve([])
     conf = redis_server.write_conf(folder, join, config.replay, "127.0.0.1")
     server = subprocess.Popen([str(redis_server.find().path), str(conf)], stdout=subprocess.DEVNULL)
-    redis_server.wait_ready(join, deadline=20)
-    yield join
-    server.kill()
-    server.wait()
+    try:
+        redis_server.wait_ready(join, deadline=20)
+        yield join
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_loading_may_be_repeated(made: Path, join: JoinInfo) -> None:

@@ -14,7 +14,9 @@ import pytest
 import tandem.launch
 from tandem.common.errors import DataError, DeadlineError, TandemError
 from tandem.common.run_folder import RunFolder
+from tandem.launch import cli
 from tandem.launch.notebook.handle import Run
+from tandem.learner.resume.journal import read
 
 QUICK = {
     "evaluate.every": 4,
@@ -28,7 +30,7 @@ QUICK = {
 
 @pytest.mark.timeout(300)
 def test_a_run_is_started_looked_at_stopped_resumed_and_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = tandem.launch.start("miniature", run={"steps": 2000}, **QUICK)
@@ -51,6 +53,9 @@ def test_a_run_is_started_looked_at_stopped_resumed_and_read(
         done = run.metrics().column("step").to_pylist()[-1]
     finally:
         run.stop()
+    told_from_its_folder(run)
+    assert cli.main(["retry", str(run.path), "--all"]) == 1
+    assert "`tandem start` resumes it, then put the groups back" in capsys.readouterr().err
     again = tandem.launch.start(
         "miniature", **{"run.steps": 2000, "run.last_step": done + 4, **QUICK}
     )
@@ -84,6 +89,17 @@ def test_a_run_is_started_looked_at_stopped_resumed_and_read(
     groups = found.groups(range(2, 4))
     assert sorted(set(groups.column("step").to_pylist())) == [2, 3]
     assert found.groups().num_rows == 8 * len(steps)
+
+
+def told_from_its_folder(run: Run) -> None:
+    """The state of a run that is stopped, whose Redis is down."""
+    status = run.status()
+    assert (status["state"], status["memory"], status["oldest_lease"]) == ("stopped", None, None)
+    rows = sum(record["kind"] == "row" for record in read(run.path / "journal.jsonl"))
+    assert status["journal"] == {"rows": rows, "applied": rows, "quarantined": ()}
+    assert rows >= 3
+    for part in ("redis", "checkpoints", "journal", "metrics", "samples", "logs", "data"):
+        assert status["disk"]["parts"][part] > 0, part
 
 
 COUNTS = """

@@ -83,7 +83,7 @@ def test_ways_out_are_ordered_and_only_those_that_free_something() -> None:
     assert "learner.gradient_checkpointing=true" not in names
     assert "learner.zero_stage=3" in names
     engine = ways_out(config(name="qwen2.5-0.5b-grpo-1gpu"), "rollout", "cuda", 80 << 30)
-    assert engine == [("rollout.vllm.gpu_memory_utilization=0.25", 8 << 30)] or engine[0][1] > 0
+    assert engine == [("rollout.vllm.gpu_memory_utilization=0.25", 8 << 30)]
 
 
 def test_a_setting_that_the_config_refuses_is_no_way_out() -> None:

@@ -92,6 +92,7 @@ class _Watch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self.seen: list[str] = []
+        self.looks = 0
 
     def _look(self) -> None:
         while not self._stop.wait(0.05):
@@ -104,6 +105,7 @@ class _Watch:
                     continue
                 self.seen += [f"child {child}" for child in children]
                 self.seen += [f"socket {connection}" for connection in sockets]
+                self.looks += 1
 
     def __enter__(self) -> _Watch:
         self._thread.start()
@@ -136,6 +138,7 @@ def test_no_payload_is_executed_in_any_mode(hardened: Grader, name: str, canary:
         grades = hardened.grade_texts(items)
     assert [g for g in grades if g.verdict is Verdict.CORRECT] == []
     assert not canary.exists()
+    assert watch.looks > 0
     assert watch.seen == []
 
 
