@@ -723,6 +723,20 @@ def test_it_leaves_when_its_weights_are_not_those_that_were_published(planted: B
     until(lambda: planted.runs.evaluation("heldout@2"), "the evaluation")
 
 
+def test_it_leaves_an_evaluation_to_others_when_its_engine_has_died(planted: Bench) -> None:
+    process = planted.worker(TANDEM_BROKEN="evaluate")
+    until(lambda: len(planted.judged) == 4, "the groups of the first weights")
+    planted.runs.request_evaluation(
+        EvaluationRequest(id="heldout@0", set_name="heldout", step=0, limit=10), planted.term
+    )
+    assert process.wait(20) == 1, planted.log()[-3000:]
+    assert "the engine has died; rollout-0 ends so that" in planted.log()
+    assert planted.runs.given_up_evaluations() == {}
+    assert planted.ledger.dead_letters() == []
+    planted.worker()
+    until(lambda: planted.runs.evaluation("heldout@0"), "the evaluation")
+
+
 def test_a_version_that_was_loaded_wrongly_once_is_fetched_anew(planted: Bench) -> None:
     process = planted.worker(TANDEM_PLANTED="2,1")
     planted.train(5)
