@@ -807,6 +807,43 @@ def test_where_such_weights_are_refused_their_groups_are_given_back(waiting: Ben
     assert waiting.ledger.dead_letters() == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["heldout@1", "job:x/0"])
+def test_an_evaluation_that_waits_for_weights_doesnt_begin_once_a_drain_cuts_short(
+    tmp_path: Path, pools: Any, servers: Any, name: str
+) -> None:
+    cell = Cell(
+        name="c", model="run@live", benchmark="heldout", template="own", temperature=1.0, top_p=0.9,
+        samples=1, max_new_tokens=8, stop=(), mode="boxed", seed=5,
+    )  # fmt: skip
+    job = EvaluationJob(cell=cell, wanted=((0, 0),), reward={"graders": 1})
+    overrides = "rollout.update_wait_seconds=5", "launch.drain_seconds=5"
+    with bench_in(tmp_path, pools, servers, *overrides) as bench:
+        process = bench.worker(TANDEM_SLOW="1,6.0")
+        bench.runs.request_evaluation(
+            EvaluationRequest(
+                id=name,
+                set_name="heldout",
+                step=1,
+                limit=10,
+                job=job if name.startswith("job:") else None,
+            ),
+            bench.term,
+        )
+        bench.train(1)
+
+        def claimed() -> bool:
+            return bool(bench.store.call("hexists", bench.store.key("evaluation_claims"), name))
+
+        # For the weights that are being loaded, which takes longer than the time until a drain cuts short.
+        until(claimed, lambda: bench.log()[-3000:])
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, bench.log()[-3000:]
+        assert f"evaluation {name} was given back: drained" in bench.log()
+        assert bench.runs.evaluation(name) is None
+        assert not claimed()
+
+
 def test_shares_of_time_count_what_is_still_going_on() -> None:
     clock = Clock()
     with clock.doing("generate"):
