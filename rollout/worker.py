@@ -277,11 +277,12 @@ class Worker:
                 return EXIT_UNLIKE
             if exhausted := getattr(self._engine, "exhausted", None):
                 raise exhausted
-            # An engine that can't recover says so, if it knows: each try would cost its groups an attempt.
+            # An engine that can't recover says so, if it knows: each try would cost a group or an evaluation an
+            # attempt.
             failures, broken = self._generation.failures, getattr(self._engine, "broken", "")
             if failures >= MAX_ENGINE_FAILURES:
                 broken = broken or f"the engine failed {failures} batches in a row"
-            if failures and broken:
+            if broken:
                 log.error(f"{broken}; {self._name} ends so that a fresh process can take its place")
                 return 1
         return 0

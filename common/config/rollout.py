@@ -49,6 +49,8 @@ VLLM_FIXED = ("generation_config", "logprobs_mode", "skip_tokenizer_init", "work
 
 VLLM_RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
 """Arguments whose product is the number of an engine's ranks."""
+VLLM_COLDEST = 0.01
+"""The lowest temperature above 0 at which vLLM samples."""
 
 
 def _no_settings(args: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -104,7 +106,7 @@ class RolloutConfig(Section):
     max_new_tokens: Positive = 1024
     """Greatest number of tokens of a response."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """Sampling temperature of training rollouts; vLLM takes at most 2."""
+    """Sampling temperature of training rollouts; vLLM takes 0.01 to 2."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Training refuses anything under 1 (the learner's log-probs are over all tokens)."""
     threads: Positive = 1

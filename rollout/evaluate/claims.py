@@ -60,6 +60,8 @@ class ClaimedEvaluations:
         self._evaluators: dict[str, Evaluator] = {}
         self._task: asyncio.Task[Any] | None = None
         self._claimed: EvaluationRequest | None = None
+        # Of the claimed evaluation: it mustn't begin any more.
+        self._cancelled = False
         self.done = 0
         """Number of evaluations whose results this worker has submitted."""
 
@@ -74,7 +76,8 @@ class ClaimedEvaluations:
             self._runs.renew_evaluation(claimed.id, self._name)
 
     def cancel(self) -> None:
-        """Ends the evaluation that is under way; :meth:`run` gives it back."""
+        """Ends the claimed evaluation, also one that waits for new weights; :meth:`run` gives it back."""
+        self._cancelled = True
         if self._task is not None:
             self._task.cancel()
 
@@ -89,7 +92,7 @@ class ClaimedEvaluations:
         Raises:
             StoreError: Redis is away; the claim expires by itself.
         """
-        self._claimed = request
+        self._claimed, self._cancelled = request, False
         try:
             if request.job is not None:
                 await self._do(request, request.job)
@@ -172,7 +175,7 @@ class ClaimedEvaluations:
         start = time.perf_counter()
         async with self._steady:
             version = self._engine.version
-            if _is_older(version, request):
+            if self._cancelled or _is_older(version, request):
                 await self._give_back(request, self._why_ended(request), failed=False)
                 return
             self._task = asyncio.create_task(
@@ -219,7 +222,7 @@ class ClaimedEvaluations:
         )
         async with self._steady:
             version = self._engine.version
-            if _is_older(version, request):
+            if self._cancelled or _is_older(version, request):
                 return None, request.step
             task = asyncio.create_task(
                 evaluator.evaluate(

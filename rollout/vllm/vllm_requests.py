@@ -6,6 +6,7 @@ far each sample was when the weights changed, which happens while no step runs.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ REASONS = {
 """vLLM's finish reasons; any other means that the request failed, and fails its group."""
 FIRST = -1
 """vLLM's priority for urgent requests; lower comes first, and all others have 0."""
+ABORT_SECONDS = 60.0
+"""Deadline for the last output of a request that was aborted; it comes at once, also while vLLM is paused."""
 
 
 def says_versions(llm: Any) -> bool:
@@ -109,6 +112,9 @@ async def sample(
             begun there.
         seed: seeds the request's own generators; None = vLLM's common one draws.
         follow: see :class:`..engine.GroupRequest`; only for one sample.
+
+    Raises:
+        TandemError: vLLM failed the request, or doesn't end it.
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind
@@ -140,23 +146,30 @@ async def sample(
         lora_request=adapter,
         priority=FIRST if urgent else 0,
     )
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            for one in output.outputs:
-                ended.latest[one.index] = one
-            if stops is not None:
-                tokens = [*before, *ended.latest[0].token_ids]
-                found = stops.first_end(tokens, len(before) + checked)
-                checked = len(tokens) - len(before)
-                if found is not None:
-                    end = found - len(before)
-            if follow is not None:
-                follow(list(ended.latest[0].token_ids[told:end]))
-                told = len(ended.latest[0].token_ids)
-            if end is not None:
-                break
-    if end is not None:
-        await llm.abort([name])
+    try:
+        async with asyncio.timeout(None) as limit, contextlib.aclosing(outputs):
+            async for output in outputs:
+                for one in output.outputs:
+                    ended.latest[one.index] = one
+                if end is not None:
+                    continue
+                if stops is not None:
+                    tokens = [*before, *ended.latest[0].token_ids]
+                    found = stops.first_end(tokens, len(before) + checked)
+                    checked = len(tokens) - len(before)
+                    if found is not None:
+                        end = found - len(before)
+                if follow is not None:
+                    follow(list(ended.latest[0].token_ids[told:end]))
+                    told = len(ended.latest[0].token_ids)
+                if end is not None:
+                    # Only a request's last output says which weights sampled what.
+                    limit.reschedule(asyncio.get_running_loop().time() + ABORT_SECONDS)
+                    await llm.abort([name])
+    except TimeoutError:
+        raise TandemError(
+            f"vLLM hasn't ended request {name} {ABORT_SECONDS:g} s after it was aborted"
+        ) from None
     lacking = ended.latest.count(None)
     if lacking:
         raise TandemError(f"vLLM ended request {name} without output for {lacking} samples")

@@ -808,7 +808,8 @@ class TestStopStrings:
         whole = generate(new_engine(tiny.model()), request)["0-0"]
         stop = whole.samples[0].text[4:7]
         assert stop
-        ended = generate(new_engine(tiny.model()), replace(request, stop=(stop, "never")))["0-0"]
+        engine = new_engine(tiny.model(), version=V1)
+        ended = generate(engine, replace(request, stop=(stop, "never")))["0-0"]
         tokenizer = tiny.tokenizer()
         found = 0
         for before, after in zip(whole.samples, ended.samples, strict=True):
@@ -825,8 +826,33 @@ class TestStopStrings:
             np.testing.assert_allclose(after.logprobs, before.logprobs[: ends[0]], atol=1e-4)
             assert after.finish_reason is FinishReason.STOP
             assert stop in after.text
-            assert [span.end for span in after.spans] in ([], [ends[0]])
+            assert [(s.step, s.start, s.end) for s in after.spans] == [(1, 0, ends[0])]
         assert found
+
+    def test_its_spans_say_which_weights_sampled_what(
+        self, new_engine: NewEngine, tiny: Any
+    ) -> None:
+        request = asks("0-0", new=80, count=1, temperature=0.0)
+        whole = generate(new_engine(tiny.model()), request)["0-0"].samples[0]
+        text = tiny.tokenizer().decode(whole.tokens.tolist(), skip_special_tokens=False)
+        stop = text[: len(text) * 3 // 4]
+
+        async def scenario(engine: Any) -> Sample:
+            task = asyncio.create_task(collect(engine, replace(request, stop=(stop,))))
+            while engine.stats().decode_steps < 6:
+                await asyncio.sleep(0)
+            await engine.pause()
+            # Equal weights, so that the sample goes on as if nothing had happened.
+            await engine.load(NamedWeights(tiny.weights(tiny.model())), V2)
+            await engine.resume()
+            return (await task)["0-0"].samples[0]
+
+        sample: Sample = in_engine(new_engine(tiny.model(), version=V1), scenario)
+        assert sample.finish_reason is FinishReason.STOP
+        assert len(sample.tokens) < len(whole.tokens)
+        first, second = sample.spans
+        assert (first.step, first.start, second.step) == (1, 0, 2)
+        assert (second.start, second.end) == (first.end, len(sample.tokens))
 
     def test_leaves_groups_without_one_alone(
         self, new_engine: NewEngine, tiny: Any, repeatable: float

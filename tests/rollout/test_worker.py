@@ -723,6 +723,20 @@ def test_it_leaves_when_its_weights_are_not_those_that_were_published(planted: B
     until(lambda: planted.runs.evaluation("heldout@2"), "the evaluation")
 
 
+def test_it_leaves_an_evaluation_to_others_when_its_engine_has_died(planted: Bench) -> None:
+    process = planted.worker(TANDEM_BROKEN="evaluate")
+    until(lambda: len(planted.judged) == 4, "the groups of the first weights")
+    planted.runs.request_evaluation(
+        EvaluationRequest(id="heldout@0", set_name="heldout", step=0, limit=10), planted.term
+    )
+    assert process.wait(20) == 1, planted.log()[-3000:]
+    assert "the engine has died; rollout-0 ends so that" in planted.log()
+    assert planted.runs.given_up_evaluations() == {}
+    assert planted.ledger.dead_letters() == []
+    planted.worker()
+    until(lambda: planted.runs.evaluation("heldout@0"), "the evaluation")
+
+
 def test_a_version_that_was_loaded_wrongly_once_is_fetched_anew(planted: Bench) -> None:
     process = planted.worker(TANDEM_PLANTED="2,1")
     planted.train(5)
@@ -791,6 +805,43 @@ def test_where_such_weights_are_refused_their_groups_are_given_back(waiting: Ben
     until(lambda: len(waiting.judged) >= 6, "the groups that were given back")
     assert min(steps_of(waiting.judged[4:])) >= 2
     assert waiting.ledger.dead_letters() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["heldout@1", "job:x/0"])
+def test_an_evaluation_that_waits_for_weights_doesnt_begin_once_a_drain_cuts_short(
+    tmp_path: Path, pools: Any, servers: Any, name: str
+) -> None:
+    cell = Cell(
+        name="c", model="run@live", benchmark="heldout", template="own", temperature=1.0, top_p=0.9,
+        samples=1, max_new_tokens=8, stop=(), mode="boxed", seed=5,
+    )  # fmt: skip
+    job = EvaluationJob(cell=cell, wanted=((0, 0),), reward={"graders": 1})
+    overrides = "rollout.update_wait_seconds=5", "launch.drain_seconds=5"
+    with bench_in(tmp_path, pools, servers, *overrides) as bench:
+        process = bench.worker(TANDEM_SLOW="1,6.0")
+        bench.runs.request_evaluation(
+            EvaluationRequest(
+                id=name,
+                set_name="heldout",
+                step=1,
+                limit=10,
+                job=job if name.startswith("job:") else None,
+            ),
+            bench.term,
+        )
+        bench.train(1)
+
+        def claimed() -> bool:
+            return bool(bench.store.call("hexists", bench.store.key("evaluation_claims"), name))
+
+        # For the weights that are being loaded, which takes longer than the time until a drain cuts short.
+        until(claimed, lambda: bench.log()[-3000:])
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, bench.log()[-3000:]
+        assert f"evaluation {name} was given back: drained" in bench.log()
+        assert bench.runs.evaluation(name) is None
+        assert not claimed()
 
 
 def test_shares_of_time_count_what_is_still_going_on() -> None:

@@ -1,7 +1,8 @@
-"""Choices about Redis, GPUs, hosts and the weights' way that would do nothing, or fail only once a run is under way."""
+"""Choices about Redis, engines, hosts and the weights' way that would do nothing, or fail only once a run is under way."""
 
 from __future__ import annotations
 
+from ..rollout import VLLM_COLDEST, may_be_vllm
 from ..tree import Config
 from ..weights import LOADS_BY
 from .updates import Rule
@@ -45,6 +46,29 @@ def _engine_gpus(config: Config) -> str | None:
     )
 
 
+def _coldest(config: Config) -> str | None:
+    if not may_be_vllm(config.rollout.engine):
+        return None
+    asked = {
+        "evaluate.temperature": config.evaluate.temperature,
+        **{
+            f"data.evaluate {one.name}: temperature": one.temperature
+            for one in config.data.evaluate
+        },
+    }
+    if config.learner.source == "ledger":
+        asked["rollout.temperature"] = config.rollout.temperature
+    for key, value in asked.items():
+        if value is None or not 0 < value < VLLM_COLDEST:
+            continue
+        greedy = "" if key == "rollout.temperature" else ", to 0 for the likeliest tokens"
+        return (
+            f"{key}={value:g} is less than vLLM samples at, and it would sample at {VLLM_COLDEST:g} without "
+            f"saying so: set it to {VLLM_COLDEST:g} or more{greedy}, or set rollout.engine=torch"
+        )
+    return None
+
+
 def _waits(config: Config) -> str | None:
     wait, commit = config.rollout.update_wait_seconds, config.weights.commit_seconds
     if wait <= LOADS_BY * commit:
@@ -86,6 +110,7 @@ def _workers_elsewhere(config: Config) -> str | None:
 LAUNCH_RULES: tuple[Rule, ...] = (
     _existing_redis,
     _engine_gpus,
+    _coldest,
     _waits,
     _nccl_on_cpus,
     _outside,
