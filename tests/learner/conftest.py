@@ -53,9 +53,10 @@ def states() -> ModuleType:
 def written(
     tmp_path_factory: pytest.TempPathFactory, many: ModuleType, states: ModuleType, group: None
 ) -> Path:
-    """Checkpoints of one and of two ranks at every stage, what came of each at every other one, and the models."""
+    """Checkpoints of one and of two ranks at every stage, the models, and what came of each checkpoint at every stage
+    of the other number of ranks."""
     place: Path = tmp_path_factory.mktemp("states")
-    states.go_through(place, 1, sources=1)
+    states.go_through(place, 1, sources=0)
     many.start("rank_of_states.py", 2, place)
     states.go_through(place, 1, sources=2, fresh=False)
     return place

@@ -70,7 +70,7 @@ def go_through(place: Path, ranks: int, *, sources: int, fresh: bool = True) -> 
     Args:
         place: the folder of all checkpoints.
         ranks: number of ranks here.
-        sources: number of ranks that wrote what is gone on from; what isn't there is left out.
+        sources: number of ranks that wrote what is gone on from; what isn't there is left out. 0 = go on from none.
         fresh: train two steps first, and write ``PLACE/RANKS-STAGE-DTYPE``, and the model beside it.
     """
     for dtype in DTYPES:
