@@ -99,7 +99,7 @@ _NUMBER = re.compile(
 _LABELLED = re.compile(r"[^\W\d]{2,20}\s?:\s?[^:]{1,40}")
 _TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
 _CLOSING = re.compile(
-    r"\s*(?:\.?\s*I hope (?:it is|it's) correct\b.*|<\|.*|</answer>.*|\*\*)$", re.I | re.S
+    r"\s{0,9}(?:\.?\s{0,9}I hope (?:it is|it's) correct\b.*|<\|.*|</answer>.*|\*\*)$", re.I | re.S
 )
 
 
@@ -249,7 +249,7 @@ def anchored(text: str) -> str | None:
     match = _last(_ANCHOR, text)
     if match is None:
         return None
-    rest = _CLOSING.sub("", text[match.end() : match.end() + MAX_ANSWER].strip())
+    rest = _CLOSING.sub("", text[match.end() : match.end() + MAX_ANSWER].strip()).rstrip()
     formula = _MATH.search(rest)
     if formula is not None and formula.start() <= 3:
         behind = _EXPLAINING.sub("", _sentence(rest[formula.end() :]))

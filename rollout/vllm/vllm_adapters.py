@@ -39,6 +39,7 @@ import torch
 from ...common.config.learner import LoraConfig
 from ...common.errors import ConfigError, TandemError, WeightsError
 from ...common.records import FinishReason, Float32Array, SamplingParams, Version
+from ...common.seeds import keyed_seed
 from ..contract import Response
 from ..engine import Likeliest, ParameterSpec
 from . import vllm_requests
@@ -378,12 +379,14 @@ class VllmAdapters(VllmWeights):
         count: int,
         room: int,
         before: tuple[int, ...] = (),
+        seed: int | None = None,
         **how: Any,
     ) -> list[Response]:
         """Draws samples of one prompt; see :meth:`.VllmWeights.sample`.
 
         Args:
             before: the last tokens of the context, if an earlier request sampled them.
+            seed: see :func:`.vllm_requests.sample`; a request that goes on has another one.
         """
         name = names[-1]
         # Of its beginning: while it runs, the adapter may be re-stamped.
@@ -400,6 +403,7 @@ class VllmAdapters(VllmWeights):
                 versions={},
                 adapter=adapter.request() if adapter is not None else None,
                 before=before,
+                seed=seed,
                 **how,
             )
         found = [_of(version, response) for response in ended]
@@ -408,7 +412,7 @@ class VllmAdapters(VllmWeights):
         if not use.moves or gone():
             return found
 
-        async def go_on(first: Response, count: int) -> list[Response]:
+        async def go_on(first: Response, count: int, index: int = 0) -> list[Response]:
             if first.reason is not FinishReason.ABORT:
                 return [first]
             tokens = tuple(first.tokens.tolist())
@@ -421,6 +425,8 @@ class VllmAdapters(VllmWeights):
                 count=count,
                 room=min(room, sampling.max_new_tokens) - len(tokens),
                 before=(*before, *tokens),
+                # With the same one its generators would begin again with the noise of the first tokens.
+                seed=None if seed is None else keyed_seed(seed, len(tokens), index) >> 1,
                 **how,
             )
             return [_joined(first, one) for one in rest]
@@ -428,7 +434,8 @@ class VllmAdapters(VllmWeights):
         if not any(len(one.tokens) for one in found):
             # It hadn't begun, so its samples still have one context.
             return await go_on(found[0], count)
-        return [one for (one,) in await asyncio.gather(*(go_on(each, 1) for each in found))]
+        going_on = (go_on(each, 1, index) for index, each in enumerate(found))
+        return [one for (one,) in await asyncio.gather(*going_on)]
 
     async def score(self, name: str, row: Sequence[int], temperature: float) -> Float32Array:
         """Log-probs of a row's tokens under the adapter in use; see :func:`.vllm_requests.score`."""

@@ -183,7 +183,7 @@ async def sample(
             output,
             tuple(
                 (versions[span.version], span.start, span.end)
-                for span in output.weight_versions or ()
+                for span in getattr(output, "weight_versions", None) or ()
                 if span.version in versions
             ),
             end,

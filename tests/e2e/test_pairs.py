@@ -42,6 +42,7 @@ def test_pairs_without_gold_answers_are_learned(
         tmp_path,
         *("offline", "miniature-sft", f"learner.objective.name={objective}", "run.steps=40"),
         *("data.train=[{path: pairs.jsonl}]", "run.dir=run", *own),
+        *("evaluate.at_start=false", "evaluate.at_end=false"),
     )
     assert run.wait() == 0, run.said()
     assert "data pairs: 4 problems, 8 expert traces (8 not graded)" in run.said()

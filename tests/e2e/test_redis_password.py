@@ -30,10 +30,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with open(place / "log", "wb") as log:
         process = subprocess.Popen([str(redis_server.find().path), str(conf)], stdout=log)
     join = JoinInfo(run_id="", host="127.0.0.1", port=port, password=MARKER)
-    redis_server.wait_ready(join, deadline=20, alive=lambda: process.poll() is None)
-    yield f"redis://:{QUOTED}@127.0.0.1:{port}/0"
-    process.kill()
-    process.wait()
+    try:
+        redis_server.wait_ready(join, deadline=20, alive=lambda: process.poll() is None)
+        yield f"redis://:{QUOTED}@127.0.0.1:{port}/0"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def words_until_the_end(run: Run) -> set[str]:

@@ -96,3 +96,11 @@ def test_an_answer_of_the_longest_kind_is_decided_at_once() -> None:
             values.same(answer, gold)
             # A square of 2,000 is far below; a cube of it would take hours.
             assert time.process_time() - begun < 10.0
+
+
+def test_a_sentence_of_the_longest_kind_is_read_at_once() -> None:
+    for piece in PIECES:
+        text = hostile(piece, extraction.MAX_ANSWER - 100)[0]
+        begun = time.process_time()
+        extraction.anchored(f"the answer is 5{text} words")
+        assert time.process_time() - begun < 10.0, piece

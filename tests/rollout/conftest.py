@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,9 +97,24 @@ def new_engine(
 @pytest.fixture
 def without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM as it was before it said which weights sampled which tokens."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     from tandem.rollout.vllm import vllm_requests
 
+    generate = AsyncLLM.generate
+
+    async def silent(self: Any, *given: Any, **how: Any) -> AsyncIterator[Any]:
+        async with contextlib.aclosing(generate(self, *given, **how)) as outputs:
+            async for output in outputs:
+                output.outputs = [_without_versions(one) for one in output.outputs]
+                yield output
+
     monkeypatch.setattr(vllm_requests, "says_versions", lambda _: False)
+    monkeypatch.setattr(AsyncLLM, "generate", silent)
+
+
+def _without_versions(output: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{k: v for k, v in vars(output).items() if k != "weight_versions"})
 
 
 @pytest.fixture(params=["torch-direct", "torch-generic"])

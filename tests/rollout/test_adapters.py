@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -564,6 +566,56 @@ class TestVllm:
         assert steps.count([2]) == steps.count([3]) == 12
         assert [1, 4] in steps[:12]
         assert max(off(sample, models) for sample in samples) < SAME
+
+    def test_it_need_not_say_which_weights_sampled_what(
+        self, vllm: Any, tiny: Any, without_versions: None
+    ) -> None:
+        models = {seed: peft_model(tiny, seed) for seed in (1, 2)}
+
+        async def scenario(engine: Any) -> tuple[Sample, ...]:
+            await engine.load(NamedWeights(adapters(tiny, 1)), V1)
+            task = asyncio.create_task(collect(engine, long_group("0-0", count=8)))
+            await running(engine, 30)
+            await engine.load(NamedWeights(adapters(tiny, 2)), V2)
+            (group,) = (await task).values()
+            assert group.error is None
+            samples: tuple[Sample, ...] = group.samples
+            return samples
+
+        samples = in_engine(vllm(), scenario)
+        assert [1, 2] in [[step for step, _, _ in spans_of(sample)] for sample in samples]
+        assert all(spans_of(sample)[-1][2] == len(sample.tokens) for sample in samples)
+        assert max(off(sample, models) for sample in samples) < SAME
+
+    def test_a_seeded_sample_goes_on_with_other_noise(self, vllm: Any, tiny: Any) -> None:
+        # At the highest temperature equal noise gives equal tokens more often than not, whatever is before them.
+        request = replace(asks("0-0", new=200, count=16, temperature=2.0), noise="0")
+
+        async def scenario(engine: Any) -> tuple[Sample, ...]:
+            await engine.load(NamedWeights(zero_b(adapters(tiny, 1))), V1)
+            task = asyncio.create_task(collect(engine, request))
+            await running(engine, 16 * 8)
+            await engine.pause()
+            await engine.load(NamedWeights(zero_b(adapters(tiny, 2))), V2)
+            await engine.resume()
+            (group,) = (await task).values()
+            samples: tuple[Sample, ...] = group.samples
+            return samples
+
+        def alike(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
+            same = [a == b for one, other in pairs for a, b in zip(one, other, strict=False)]
+            assert len(same) > 50
+            return float(np.mean(same))
+
+        begun, gone_on = [], []
+        for sample in in_engine(vllm(), scenario):
+            spans = spans_of(sample)
+            if len(spans) == 2:
+                begun.append(sample.tokens[: spans[1][1]])
+                gone_on.append(sample.tokens[spans[1][1] :])
+        # Other noise gives 2 to 4% equal tokens.
+        assert alike(zip(begun, gone_on, strict=True)) < 0.25
+        assert alike(itertools.pairwise(gone_on)) < 0.25
 
     def test_a_prompt_in_the_prefix_cache_isnt_taken_for_another_adapters(
         self, vllm: Any, tiny: Any

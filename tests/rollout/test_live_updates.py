@@ -129,26 +129,35 @@ def made_up_prompts(folder: Path, count: int) -> list[list[int]]:
     return [tokenizer(draw(random, 8).prompt)["input_ids"] for _ in range(count)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "torch",
-        "torch-lora",
+ENGINES: dict[str, list[pytest.MarkDecorator]] = {
+    "torch": [],
+    "torch-lora": [],
+    "vllm-lora": [pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(300)],
+    "vllm": [pytest.mark.vllm, pytest.mark.timeout(300)],
+    # Two tensor-parallel ranks on CPUs.
+    "vllm-ranks": [pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(600)],
+    "vllm-ranks-lora": [pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(600)],
+}
+BY_HAND = [("torch-lora", "gloo")]
+"""CI has both parts of it: adapters by shared memory, and gloo with the whole model."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each engine with each transport."""
+    if "history" not in metafunc.fixturenames:
+        return
+    cells = [
         pytest.param(
-            "vllm-lora", marks=[pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(300)]
-        ),
-        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)]),
-        # Two tensor-parallel ranks on CPUs.
-        pytest.param(
-            "vllm-ranks",
-            marks=[pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(600)],
-        ),
-        pytest.param(
-            "vllm-ranks-lora",
-            marks=[pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(600)],
-        ),
-    ],
-)
+            *(engine, transport),
+            marks=[*marks, *([pytest.mark.byhand] if (engine, transport) in BY_HAND else [])],
+        )
+        for engine, marks in ENGINES.items()
+        for transport in TRANSPORTS
+    ]
+    metafunc.parametrize(("pair", "history"), cells, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def pair(
     request: pytest.FixtureRequest,
     server: Any,
@@ -189,7 +198,7 @@ def running(server: Any, finished_run: Path, *what: Any) -> Iterator[Pair]:
         store.close()
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module")
 def history(request: pytest.FixtureRequest, pair: Pair) -> History:
     """Live updates by one transport, in a new term of the same worker's."""
     seen = History(pair.script.startswith("adapter"))

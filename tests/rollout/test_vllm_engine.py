@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tandem.common.weights.staging import StagingSlot
 from tandem.rollout import engines
 from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
 from tandem.rollout.model_facts import model_facts
-from tandem.rollout.vllm import vllm_process, vllm_version
+from tandem.rollout.vllm import vllm_process, vllm_requests, vllm_version
 from tandem.rollout.vllm.vllm_extension import WorkerExtension
 from tandem.rollout.vllm.vllm_weights import complaint
 
@@ -372,6 +373,26 @@ class TestLoading:
                 logits = new(input_ids=row).logits[0, len(long) - 1 : -1]
             chosen = logits.log_softmax(-1).gather(1, row[0, len(long) :, None])[:, 0]
             np.testing.assert_allclose(sample.logprobs, chosen.numpy(), atol=1e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_a_request_that_vllm_does_not_end_fails_its_group(
+    vllm_engines: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(names: Any, internal: bool = False) -> None:
+        del names, internal
+
+    async def scenario(engine: Any) -> FinishedGroup:
+        plain = asks(new=200, count=1, temperature=0.0)
+        whole = (await collect(engine, plain))["0-0"].samples[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm_requests, "ABORT_SECONDS", 0.01)
+            patch.setattr(engine._process.llm, "abort", lost)
+            return (await collect(engine, replace(plain, stop=(whole.text[:3],))))["0-0"]
+
+    group = in_engine(vllm_engines.make(tiny.model()), scenario)
+    assert "hasn't ended request 0-0/2 0.01 s after it was aborted" in (group.error or "")
 
 
 OWNER = """
