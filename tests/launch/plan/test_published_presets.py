@@ -483,8 +483,7 @@ PUBLISHED: dict[str, Table] = {
         "loss": "rl_sft_loss",
         "traces": 1,
         "advantage": "own_mean",
-        "clip": (0.2, 0.2),
-        "dual_clip": None,
+        "clip": (None, None),
         "sft_coefficient": 1.0,
     },
     "qwen2.5-math-7b-sft-8gpu": {
