@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from ...common.run_folder import existing
+from ...common.run_folder import existing, read_stages
 from .options import newest_run
 
 
@@ -17,10 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Sends SIGTERM to the supervisor and waits for it to end."""
-    from ..run.ending import ask_to_end, supervising
+    from ..run.ending import ask_to_end, supervising_all
 
     folder = existing(arguments.run) if arguments.run else newest_run()
-    process = supervising(folder)
+    path = Path(arguments.run) if arguments.run else folder.path
+    if not arguments.run and read_stages(path.parent) is not None:
+        path = path.parent
+    process = supervising_all(path)
     if process is None:
         print(f"{folder.path}: no `tandem start` on this host is running it")
         return 0

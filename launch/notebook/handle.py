@@ -16,7 +16,7 @@ from ...common.errors import DataError, DeadlineError, TandemError
 from ...common.parts import read_parts
 from ...common.run_folder import RunFolder, newest_stage, read_stages
 from ..host.redis_server import PASSWORD_VARIABLE
-from ..run.ending import LOOK_SECONDS, ask_to_end, supervising
+from ..run.ending import LOOK_SECONDS, ask_to_end, supervising_all
 from ..run.opened.record import apart
 from . import tables
 
@@ -174,7 +174,7 @@ class Run:
         """Whether a process of this host runs it."""
         if self._process is not None and self._process.poll() is None:
             return True
-        return supervising(self.folder) is not None
+        return supervising_all(self.path) is not None
 
     def wait(self, seconds: float | None = None) -> dict[str, Any] | None:
         """Waits for its end, and returns the summary; None if it was stopped.
@@ -202,7 +202,7 @@ class Run:
             DeadlineError: it hasn't ended after ``seconds``; it goes on draining.
         """
         # One signal: a second one ends everything at once.
-        process = supervising(self.folder)
+        process = supervising_all(self.path)
         if process is not None:
             ask_to_end(self.folder, process, seconds)
         elif self._process is not None and self._process.poll() is None:

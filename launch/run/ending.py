@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import psutil
 
 from ...common.errors import DeadlineError
-from ...common.run_folder import RunFolder
+from ...common.run_folder import RunFolder, newest_stage
 from ..host.folder_lock import supervisor_of
 
 LOOK_SECONDS = 0.05
@@ -21,6 +22,17 @@ def supervising(folder: RunFolder) -> psutil.Process | None:
         return None if pid is None else psutil.Process(pid)
     except psutil.NoSuchProcess:
         return None
+
+
+def supervising_all(path: Path) -> psutil.Process | None:
+    """The process that runs a folder or the stages in it on this host; None if there is none.
+
+    Between two stages, and while it sums them up, it holds the common folder alone.
+
+    Raises:
+        DataError: ``stages.json`` is damaged.
+    """
+    return supervising(RunFolder(newest_stage(path))) or supervising(RunFolder(path))
 
 
 def ask_to_end(folder: RunFolder, process: psutil.Process, seconds: float) -> float:
