@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="runs side by side, which share this machine's cores and GPUs (default: 1)",
+        help="runs side by side at most, which share this machine's cores; each has GPUs of its own and waits "
+        "until enough are free (default: 1)",
     )
     parser.add_argument(
         "--out",

@@ -26,6 +26,11 @@ class Placement:
     rollout: tuple[tuple[GpuName, ...], ...]
     """One entry per worker."""
 
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the processes see together."""
+        return len({gpu for seen in (*self.learner, *self.rollout) for gpu in seen})
+
 
 def gpus_needed(config: Config) -> int:
     """The head's GPUs: one for every learner rank there and for every engine's tensor-parallel rank."""

@@ -24,7 +24,7 @@ from ....common.plain import read_object
 from ....common.run_folder import RunFolder, write_atomic
 from ...host.preflight import check_host
 from ...host.redis_server import PASSWORD_VARIABLE
-from ...plan.hardware import machine
+from ...plan.hardware import GpuName, Machine, machine
 from ...wording import duration, shown, shown_tandem
 from ..opened.opening import Kind, open_folder
 from ..opened.presets import Preset, load, split
@@ -46,6 +46,10 @@ class Member:
     folder: RunFolder
     words: tuple[str, ...]
     """The words of its ``tandem`` command."""
+    gpus: int = 0
+    """Number of GPUs that it needs; 0 if it is placed on CPUs."""
+    seen: tuple[GpuName, ...] = ()
+    """The GPUs that it has while it is running."""
     state: str = "waiting"
     """``waiting``, ``running``, ``finished``, ``stopped`` or ``failed``."""
     error: str = ""
@@ -93,6 +97,8 @@ class Sweep:
     """Settings that vary, with their values as they were given."""
     seeds: Sequence[int]
     members: Sequence[Member] = field(default_factory=list)
+    gpus: Sequence[GpuName] = ()
+    """This machine's GPUs, of which every run that needs some gets its own."""
     password: str | None = field(default=None, repr=False)
     """The password that ``replay.redis_url`` held."""
 
@@ -137,8 +143,14 @@ def plan(words: Sequence[str], *, seeds: str, out: str | None) -> Sweep:
         seeds=_seeds(seeds),
     )
     _refuse_another(sweep)
-    members = list(_members(sweep, preset))
-    return Sweep(**sweep.definition, out=sweep.out, members=members, password=password)
+    here = machine()
+    return Sweep(
+        **sweep.definition,
+        out=sweep.out,
+        members=list(_members(sweep, preset, here)),
+        gpus=[gpu.told for gpu in here.gpus],
+        password=password,
+    )
 
 
 def _settings(
@@ -219,8 +231,7 @@ def _seeds(text: str) -> list[int]:
     return seeds
 
 
-def _members(sweep: Sweep, preset: Preset) -> Iterator[Member]:
-    here = machine()
+def _members(sweep: Sweep, preset: Preset, here: Machine) -> Iterator[Member]:
     names: set[str] = set()
     same: dict[str, str] = {}
     for chosen in itertools.product(*sweep.varied.values()):
@@ -232,6 +243,7 @@ def _members(sweep: Sweep, preset: Preset) -> Iterator[Member]:
         while name in names:
             name, number = f"{stem}-{number}", number + 1
         names.add(name)
+        gpus = 0
         for seed in sweep.seeds:
             path = sweep.out / f"{name}-seed-{seed}"
             place = f"run.dir={_quoted(shown(path))}"
@@ -239,7 +251,8 @@ def _members(sweep: Sweep, preset: Preset) -> Iterator[Member]:
                 words = (*overrides, f"run.seed={seed}", place)
                 opening = open_folder(preset, words, fresh=False)
                 if seed == sweep.seeds[0]:
-                    check_host(opening.config, here)
+                    placement, _ = check_host(opening.config, here)
+                    gpus = placement.gpus
             except TandemError as error:
                 raise type(error)(f"{about}, seed {seed}: {error}") from None
             if seed == sweep.seeds[0]:
@@ -254,6 +267,7 @@ def _members(sweep: Sweep, preset: Preset) -> Iterator[Member]:
                 seed=seed,
                 folder=opening.folder,
                 words=("offline" if offline else "start", sweep.preset, *words),
+                gpus=gpus,
                 state={Kind.NEW: "waiting", Kind.RESUMED: "stopped"}.get(opening.kind, "finished"),
             )
 

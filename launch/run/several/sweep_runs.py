@@ -19,8 +19,9 @@ from ....common.run_folder import RunFolder
 from ...board.terminal import Terminal
 from ...host.folder_lock import FolderLock
 from ...host.redis_server import PASSWORD_NOTE, PASSWORD_VARIABLE
+from ...plan.hardware import GpuName
 from ...wording import shown
-from ..processes.parts import described, last_lines
+from ..processes.parts import described, last_lines, seeing
 from .sweep import Member, Sweep, accuracy, table, wall_time, write
 
 LOOK_SECONDS = 0.2
@@ -87,7 +88,7 @@ class _Runs:
         forwarded = 0
         with self._heeding():
             while self._running or (self._waiting and not self._signals):
-                while not self._signals and self._waiting and len(self._running) < self._jobs:
+                while not self._signals and self._may_start():
                     self._start(self._waiting.pop(0))
                 for number in self._signals[forwarded:]:
                     self._stop(number)
@@ -114,8 +115,23 @@ class _Runs:
             for number, handler in old.items():
                 signal.signal(number, handler)
 
+    def _may_start(self) -> bool:
+        """Whether there is a next run, fewer than ``jobs`` are under way, and its GPUs are free."""
+        if not self._waiting or len(self._running) >= self._jobs:
+            return False
+        return self._waiting[0].gpus <= len(self._free())
+
+    def _free(self) -> list[GpuName]:
+        """The GPUs that no run has."""
+        taken = {gpu for member in self._running for gpu in member.seen}
+        return [gpu for gpu in self._sweep.gpus if gpu not in taken]
+
     def _start(self, member: Member) -> None:
         environment = dict(os.environ)
+        if member.gpus:
+            # Each run begins at the first GPU that it sees.
+            member.seen = tuple(self._free()[: member.gpus])
+            environment |= seeing(member.seen)
         if self._sweep.password is not None:
             environment[PASSWORD_VARIABLE] = self._sweep.password
         with open(member.log, "ab") as log:

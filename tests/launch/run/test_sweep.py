@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -129,6 +130,35 @@ def test_a_dry_run_lists_the_runs_and_writes_nothing(
     assert said.count("offline miniature-sft run.steps=4 data.train.0.limit=") == 4
     assert "run.dir=runs/sweep-miniature-sft/limit-3-seed-1  (new)" in said
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.timeout(300)
+def test_runs_side_by_side_have_gpus_of_their_own_and_wait_for_them(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = here / "asked"
+    program = here / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    rows = "\n".join(f"{i}, NVIDIA H100, 81559, GPU-{i}{i}57f032-34ab" for i in range(3))
+    program.write_text(f'#!/bin/sh\necho "$PPID $CUDA_VISIBLE_DEVICES" >> {asked}\necho "{rows}"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    # The third GPU is another's.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00,GPU-11")
+    # They fail once their data are read, since no trace is so short.
+    words = ("launch.gpus=required", "evaluate.every=0", "data.train.0.max_target_tokens=1")
+    command = ("sweep", "miniature-sft", *words, "run.steps=1,2,3", "--seeds", "1", "--jobs", "3")
+    assert main(command) == 1
+    lines = [
+        line
+        for line in capfd.readouterr().out.splitlines()
+        if line.startswith(("1/", "2/", "3/", "steps-"))
+    ]
+    assert [line.endswith("starts") for line in lines[:4]] == [True, True, False, True], lines
+    looks = [line.split() for line in asked.read_text().splitlines()]
+    seen = {pid: mask for pid, mask in looks if pid != str(os.getpid())}
+    assert len(seen) == 3
+    assert set(seen.values()) == {"GPU-0057f032-34ab", "GPU-1157f032-34ab"}
 
 
 def finish(member: sweep.Member, steps: int, before: float | None, after: float | None) -> None:
