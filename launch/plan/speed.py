@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...common.config.checks.choices import own_rows
+from ...common.config.checks.choices import own_rows, rows_of_group
 from ...replay.rules.leases import Limits
 from .lengths import Lengths
 from .memory import (
@@ -111,20 +111,27 @@ def load(
     response_tokens: float | None = None,
     spread: float | None = None,
 ) -> Load:
-    """The work of a step of this config; lengths are shares of their limits unless given."""
+    """The work of a step of this config; lengths are shares of their limits unless given, and those of
+    blocks (``data.pack_tokens``) are theirs."""
     groups = config.replay.groups_per_step
     limit = config.rollout.max_new_tokens
     offline = config.learner.source == "offline"
-    return Load(
-        samples=0 if offline else groups * own_rows(config),
-        rows=groups * (1 if offline else config.rollout.group_size),
-        groups=groups,
-        prompt=prompt_tokens or PROMPT_SHARE * config.data.max_prompt_tokens,
-        lengths=Lengths(
+    block = config.data.pack_tokens
+    if block is not None:
+        prompt, lengths = 0.0, Lengths(mean=block, limit=block, spread=0.0)
+    else:
+        prompt = prompt_tokens or PROMPT_SHARE * config.data.max_prompt_tokens
+        lengths = Lengths(
             mean=min(limit, response_tokens or RESPONSE_SHARE * limit),
             limit=limit,
             spread=SPREAD if spread is None else spread,
-        ),
+        )
+    return Load(
+        samples=0 if offline else groups * own_rows(config),
+        rows=groups * rows_of_group(config),
+        groups=groups,
+        prompt=prompt,
+        lengths=lengths,
     )
 
 

@@ -107,6 +107,18 @@ def memory(plan: Plan) -> list[str]:
     return lines
 
 
+def _assumed(plan: Plan) -> str:
+    """A line about the lengths of rows."""
+    work, block = plan.load, plan.config.data.pack_tokens
+    if block is not None:
+        return f"  rows are blocks of {block:,} tokens (data.pack_tokens)"
+    return (
+        f"  assumed: prompts of {work.prompt:,.0f} tokens, responses of "
+        f"{work.response:,.0f} with a log-normal spread of {work.lengths.spread:g}, cut at "
+        f"{work.lengths.limit:,} (--prompt-tokens, --response-tokens, --spread)"
+    )
+
+
 def step(plan: Plan) -> list[str]:
     """Lines for the time of a simulated step, who waits in it, and the assumptions behind it."""
     work = plan.load
@@ -115,11 +127,7 @@ def step(plan: Plan) -> list[str]:
             f"a step: {work.groups} groups, {work.samples:,} samples to generate, {work.rows:,} "
             f"rows to train on"
         ),
-        (
-            f"  assumed: prompts of {work.prompt:,.0f} tokens, responses of "
-            f"{work.response:,.0f} with a log-normal spread of {work.lengths.spread:g}, cut at "
-            f"{work.lengths.limit:,} (--prompt-tokens, --response-tokens, --spread)"
-        ),
+        _assumed(plan),
     ]
     if plan.scenario is None:
         why = "the run is on CPUs" if plan.device == "cpu" else "the model's sizes aren't known"

@@ -472,6 +472,22 @@ def test_offline_nothing_is_generated() -> None:
     assert (work.samples, work.rows) == (0, 4)
 
 
+def test_offline_a_group_has_as_many_rows_as_are_stored() -> None:
+    pairs = speed.load(config(name="llama3-8b-cs336-dpo-4gpu"))
+    assert (pairs.samples, pairs.rows, pairs.groups) == (0, 64 * 2, 64)
+    stored = ["learner.source=offline", "data.archive=kept", "replay.groups_per_step=128"]
+    archive = speed.load(config(*stored, "rollout.group_size=4", name="miniature"))
+    assert (archive.samples, archive.rows, archive.groups) == (0, 128 * 4, 128)
+
+
+def test_blocks_have_their_own_length_whatever_is_said_of_responses() -> None:
+    work = speed.load(
+        config(name="llama3-8b-cs336-sft-4gpu"), prompt_tokens=100, response_tokens=900
+    )
+    assert (work.rows, work.trained) == (32, 32 * 512)
+    assert (work.lengths.limit, work.lengths.spread) == (512, 0.0)
+
+
 def test_forward_flops_by_hand() -> None:
     # 2 N T, and for each token 2 · layers · a·d · context.
     assert speed.forward_flops(SMALL, 10, 5) == 2 * N * 10 + 2 * 2 * 8 * 5 * 10
