@@ -263,7 +263,7 @@ def kept_by_layer(config: Config, shape: ModelShape, device: str) -> int:
     """Bytes that autograd keeps of one Qwen2 layer, for the tokens of the largest micro-batch.
 
     For each token the elements are, with transformers' operations: of both norms their inputs, what is normalised and their outputs (6·H; of bf16
-    inputs the fp32 copies instead, which makes 8·H), the attention's output (a·d), the MLP's four products (4·I), and fp32
+    inputs the fp32 copies instead, which makes 8·H), the attention's output (a·d), the MLP's four products (4·I, with I + k·M of a mixture in place of I), and fp32
     statistics of norms (4). Attention itself keeps queries, output, keys and values (2·a·d + 2·kv) and fp32
     statistics of its softmax (2·a), as it never materialises its scores (flash or memory-efficient). Its output is
     kept once on a GPU, where it has the form in which the next product takes it. Liger's norms keep inputs and outputs (4·H),
@@ -277,9 +277,9 @@ def kept_by_layer(config: Config, shape: ModelShape, device: str) -> int:
     e = element(config)
     line, padded = _lines(config, device)
     if fuses(config, device):
-        by_token = 4 * shape.hidden + 3 * shape.intermediate + 4
+        by_token = 4 * shape.hidden + 3 * shape.mlp_width + 4
     else:
-        by_token = (8 if e == 2 else 6) * shape.hidden + 4 * shape.intermediate + 4
+        by_token = (8 if e == 2 else 6) * shape.hidden + 4 * shape.mlp_width + 4
     wide = 2 * shape.query_width + 2 * shape.kv_width
     if device == "cpu":
         by_token += shape.query_width

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder-only transformer with gated MLPs and grouped-query attention.
+    """A decoder-only transformer with gated MLPs, or mixtures of them, and grouped-query attention.
 
     >>> known("Qwen/Qwen2.5-0.5B").parameters
     494032768
@@ -39,11 +39,17 @@ class ModelShape:
     head_dim: int
     """d: width of a head."""
     intermediate: int
-    """I: width of the MLP."""
+    """I: width of the MLP that every token passes; of a mixture that of its shared experts, or 0."""
     vocabulary: int
     """V: number of tokens in the vocabulary."""
     tied: bool
     """Whether input embedding and output matrix are one."""
+    experts: int = 0
+    """E: number of experts in a layer of which a router chooses some for each token; 0 without a mixture."""
+    chosen: int = 0
+    """k: number of these experts that a token passes."""
+    expert: int = 0
+    """M: width of one of these experts."""
     qkv_bias: bool = False
     """Whether queries, keys and values have biases."""
     context: int | None = None
@@ -64,26 +70,41 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def mlp_width(self) -> int:
+        """Width of all MLPs that a token passes in a layer: I + k·M."""
+        return self.intermediate + self.chosen * self.expert
+
+    @property
     def parameters(self) -> int:
-        """N, with tied ones counted once: V·H (twice if untied) + L · (attention + 3·H·I + 2·H) + H."""
+        """N, with tied ones counted once: V·H (twice if untied) + L · (attention + 3·H·(I + E·M) + router + 2·H) + H.
+
+        A router has E·H, and H more for the share of shared experts.
+        """
         if self.counted is not None:
             return self.counted
         attention = 2 * self.hidden * self.query_width + 2 * self.hidden * self.kv_width
         if self.qkv_bias:
             attention += self.query_width + 2 * self.kv_width
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        width = self.intermediate + self.experts * self.expert
+        layer = attention + 3 * self.hidden * width + 2 * self.hidden
+        if self.experts:
+            layer += self.hidden * (self.experts + (self.intermediate > 0))
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return embeddings + self.layers * layer + self.hidden
 
     @property
     def multiplied(self) -> int:
-        """Number of parameters that a token is multiplied with; looking up the input costs nothing."""
-        return self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
+        """Number of parameters that a token is multiplied with: none of the experts that it doesn't pass; and looking
+        up the input costs nothing."""
+        passed_by = (self.experts - self.chosen) * self.expert
+        idle = self.layers * 3 * self.hidden * passed_by
+        return self.parameters - idle - (0 if self.tied else self.vocabulary * self.hidden)
 
     def adapters(self, lora: LoraConfig) -> int:
         """Number of parameters of adapters: rank · (inputs + outputs) of each linear layer that has one.
 
-        Layers of other names than Llama's and Qwen's are left out.
+        Layers of other names than Llama's and Qwen's are left out. So are a mixture's experts, since transformers has
+        their matrices in one tensor, which gets no adapter.
         """
         h, q, kv, i = self.hidden, self.query_width, self.kv_width, self.intermediate
         widths = {
@@ -95,6 +116,8 @@ class ModelShape:
             "up_proj": h + i,
             "down_proj": i + h,
         }
+        if i == 0:
+            widths = {name: width for name, width in widths.items() if name not in _OF_MLP}
         named = {target.rpartition(".")[2] for target in lora.targets}
         everything = lora.targets == "all-linear"
         chosen = (width for name, width in widths.items() if everything or name in named)
@@ -104,6 +127,15 @@ class ModelShape:
         """Bytes per token in the KV cache: 2 · L · kv heads · d · element."""
         return 2 * self.layers * self.kv_width * element
 
+
+_OF_MLP = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of a config.json with the number of experts."""
+_BIASED = ("qwen2", "qwen2_moe")
+"""Model types whose queries, keys and values have biases unless their config says otherwise."""
+_MIXTURES = ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Model types with experts in place of the MLP, and nothing else of their own: neither latent keys and values nor
+layers of several kinds."""
 
 _QWEN = ModelShape(
     name="",
@@ -237,11 +269,15 @@ def local_folder(path: str, key: str = "model.path") -> Path | None:
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelShape | None:
-    """Sizes from a ``config.json``; None if it isn't of the kind that can be estimated."""
+    """Sizes from a ``config.json``; None if it isn't of the kind that can be estimated, as mixtures are of which
+    only some layers have experts."""
     inner = config.get("text_config")
     tree = inner if isinstance(inner, Mapping) else config
     try:
         heads, hidden = int(tree["num_attention_heads"]), int(tree["hidden_size"])
+        mlp, kind = _mlp(tree), tree.get("model_type")
+        if mlp is None:
+            return None
         return ModelShape(
             name=name,
             layers=int(tree["num_hidden_layers"]),
@@ -249,15 +285,31 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape | None:
             heads=heads,
             kv_heads=int(tree.get("num_key_value_heads") or heads),
             head_dim=int(tree.get("head_dim") or hidden // heads),
-            intermediate=int(tree["intermediate_size"]),
+            **mlp,
             vocabulary=int(tree["vocab_size"]),
             tied=bool(tree.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-            qkv_bias=bool(tree.get("attention_bias", tree.get("model_type") == "qwen2")),
+            qkv_bias=bool(tree.get("attention_bias", tree.get("qkv_bias", kind in _BIASED))),
             context=tree.get("max_position_embeddings"),
             source="config.json",
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _mlp(tree: Mapping[str, Any]) -> dict[str, int] | None:
+    """The widths of a layer's MLP and experts, as :class:`ModelShape` has them; None for a mixture that it can't describe."""
+    experts = next((int(tree[key]) for key in _EXPERTS if tree.get(key)), 0)
+    if not experts:
+        return {"intermediate": int(tree["intermediate_size"])}
+    mixed = tree.get("decoder_sparse_step", 1) != 1 or tree.get("mlp_only_layers")
+    if tree.get("model_type") not in _MIXTURES or mixed:
+        return None
+    return {
+        "intermediate": int(tree.get("shared_expert_intermediate_size") or 0),
+        "experts": experts,
+        "chosen": int(tree["num_experts_per_tok"]),
+        "expert": int(tree.get("moe_intermediate_size") or tree["intermediate_size"]),
+    }
 
 
 def trained(config: Config, shape: ModelShape) -> int:
