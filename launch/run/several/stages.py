@@ -38,7 +38,7 @@ class Placed:
     """One stage with the folder that it gets, ready to be opened."""
 
     label: str
-    """Name of the stage, with the number of the round if there are several."""
+    """Name of the stage, with the number of the round if there are several, here or in the preset."""
     name: str
     folder: Path
     preset: Preset
@@ -60,15 +60,17 @@ def placed(preset: Preset, overrides: Sequence[str]) -> list[Placed]:
         ConfigError: a stage names a folder that no stage before it makes.
     """
     rounds = _rounds(preset, overrides)
+    # One round of several is the beginning of more.
+    numbered = max(rounds, preset.rounds) > 1
     top = folder_of(preset, overrides)
     names = [stage.name for stage in preset.stages]
     made: list[Placed] = []
     for number in range(1, rounds + 1):
         for stage in preset.stages:
-            label = f"{stage.name}-{number}" if rounds > 1 else stage.name
+            label = f"{stage.name}-{number}" if numbered else stage.name
             places = {one.name: str(one.folder) for one in made}
             own = _filled(stage.own, names, places, number)
-            if rounds == 1 and own != _filled(stage.own, [], places, number):
+            if not numbered and own != _filled(stage.own, [], places, number):
                 lacking = next(n for n in _NAMED.findall(str(stage.own)) if n not in places)
                 raise ConfigError(
                     f"{preset.path}: stage {stage.name} names the folder of stage {lacking}, which "
@@ -194,6 +196,8 @@ def _run_stages(
     known = before["overrides"] if before is not None else []
     words = [*known, *overrides]
     stages = placed(preset, words)
+    if before is not None:
+        _refuse_renaming(top, before["stages"], stages)
     openings = _open(stages, overrides, known)
     # A command that ended after the last stage hasn't summed them up.
     if top.summary.exists() and all(opening.kind is Kind.FINISHED for opening in openings):
@@ -230,7 +234,7 @@ def _run_stages(
 def _read(top: RunFolder, preset: Preset) -> dict[str, Any] | None:
     """What ``stages.json`` says; None where nothing was started."""
     record = read_stages(top.path)
-    if record is None and not (top.path.exists() and any(top.path.iterdir())):
+    if record is None and not _others(top):
         return None
     if record is None or record.get("preset") != preset.name:
         raise DataError(
@@ -238,6 +242,25 @@ def _read(top: RunFolder, preset: Preset) -> dict[str, Any] | None:
             f"folder with run.dir=…"
         )
     return record
+
+
+def _others(top: RunFolder) -> bool:
+    """Whether a folder holds more than what a command leaves that is killed before it writes ``stages.json``."""
+    if not top.path.exists():
+        return False
+    names = [entry.name for entry in top.path.iterdir()]
+    return any(name not in ("lock", "head") and not name.startswith(".") for name in names)
+
+
+def _refuse_renaming(top: RunFolder, before: Sequence[str], stages: Sequence[Placed]) -> None:
+    """Refuses other names for stages of which the first has begun, since all of them would begin anew."""
+    old, new = before[0] if before else "", stages[0].label
+    if old and old != new and RunFolder(top.path / old).run_json.exists():
+        raise ConfigError(
+            f"{shown(top.path)} holds the stage {old}, which is {new} with this number of rounds, so that all stages "
+            f"would begin anew: give rounds=… as it was, start over with --fresh (the folder is moved aside), or "
+            f"name another with run.dir=…"
+        )
 
 
 def _open(

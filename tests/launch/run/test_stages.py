@@ -171,6 +171,39 @@ def test_a_folder_of_something_else_is_left_alone() -> None:
         run_words([path], fresh=True, offline=False, plain=True)
 
 
+def test_a_folder_of_which_a_killed_command_had_only_the_lock_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = written(TWO)
+    top = Path("runs/mine")
+    (top / "head").mkdir(parents=True)
+    for name in ("lock", ".stages.json.7"):
+        (top / name).touch()
+    monkeypatch.setattr(stages, "run_job", lambda *_, **__: 3)
+    assert run_words([path], fresh=False, offline=False, plain=True) == 3
+    assert json.loads((top / "stages.json").read_text())["stages"] == ["sft", "rl"]
+
+
+def test_one_round_of_a_preset_with_several_is_numbered_and_goes_on_with_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    preset = load(written(ROUNDS))
+    assert [one.label for one in placed(preset, ["rounds=1"])] == ["sample-1", "sft-1"]
+    # Of a preset with one round, the folders have no numbers.
+    path = written(TWO, "two.yaml")
+    assert [one.label for one in placed(load(path), [])] == ["sft", "rl"]
+    monkeypatch.setattr(stages, "run_job", lambda *_, **__: 3)
+    assert run_words([path], fresh=False, offline=False, plain=True) == 3
+    # Nothing has begun that would be lost.
+    assert run_words([path, "rounds=2"], fresh=False, offline=False, plain=True) == 3
+    assert run_words([path, "rounds=1"], fresh=False, offline=False, plain=True) == 3
+    Path("runs/two/sft").mkdir()
+    Path("runs/two/sft/run.json").write_text(json.dumps({"run_id": "a", "preset": "mine"}))
+    with pytest.raises(ConfigError, match=r"runs/two .*would begin anew: give rounds=.*--fresh"):
+        run_words([path, "rounds=3"], fresh=False, offline=False, plain=True)
+    assert run_words([path, "rounds=3"], fresh=True, offline=False, plain=True) == 3
+
+
 def test_fresh_stages_ask_nothing_of_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(TWO)
     top = Path("runs/mine")
