@@ -13,7 +13,7 @@ import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ def plan(words: Sequence[str], *, seeds: str, out: str | None) -> Sweep:
         varied=varied,
         seeds=_seeds(seeds),
     )
-    _refuse_another(sweep)
+    sweep = _as_begun(sweep)
     here = machine()
     return Sweep(
         **sweep.definition,
@@ -288,7 +288,8 @@ def _quoted(path: str) -> str:
     return path if parse_override(f"run.dir={path}")[1] == path else json.dumps(path)
 
 
-def _refuse_another(sweep: Sweep) -> None:
+def _as_begun(sweep: Sweep) -> Sweep:
+    """The sweep with the varied settings in the order in which its folder has them, since they name the runs."""
     path = sweep.out / "sweep.json"
     try:
         found = read_object(path.read_bytes(), str(path), DataError)
@@ -298,7 +299,7 @@ def _refuse_another(sweep: Sweep) -> None:
             raise DataError(
                 f"{shown(sweep.out)} holds something other than a sweep: name another folder with --out"
             ) from None
-        return
+        return sweep
     wanted = sweep.definition
     changed = [key for key in ("preset", "settings", "varied") if found.get(key) != wanted[key]]
     gone = set(found.get("seeds") or []).difference(sweep.seeds)
@@ -307,6 +308,7 @@ def _refuse_another(sweep: Sweep) -> None:
             f"{shown(sweep.out)} holds another sweep ({', '.join(changed) or 'more seeds'}: `{found.get('command')}`): "
             f"give it as it was, or name another folder with --out"
         )
+    return replace(sweep, varied={key: sweep.varied[key] for key in found["varied"]})
 
 
 def dry_run(sweep: Sweep) -> int:

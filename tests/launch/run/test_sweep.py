@@ -220,6 +220,13 @@ def test_another_sweep_in_the_folder_is_refused_and_more_seeds_are_not(here: Pat
     sweep.write(made)
     assert len(plan(*WORDS, seeds="3").members) == 6
     assert plan(*reversed(WORDS), seeds="2").definition == made.definition
+    # Settings that vary may come in another order, and name the same folders.
+    two = (*WORDS, "log.every=3,4")
+    made_of_two = plan(*two, seeds="2", out="two")
+    made_of_two.out.mkdir()
+    sweep.write(made_of_two)
+    again = plan(*SFT, "log.every=3,4", "data.train.0.limit=2,3", seeds="2", out="two")
+    assert [one.name for one in again.members] == [one.name for one in made_of_two.members]
     for words, seeds in (
         ((*SFT, "data.train.0.limit=2,4"), "2"),
         ((*WORDS, "log.every=3"), "2"),
