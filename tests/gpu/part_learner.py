@@ -121,6 +121,12 @@ def config_of(sizes: Sizes, folder: Path, budget: int, settings: Settings) -> Co
     return build(tree)
 
 
+def useful_passes(config: Config) -> int:
+    """Number of forward passes that an update is worth, without what checkpointing computes again. A frozen base has
+    no gradient of its own, which is a third."""
+    return 3 if config.learner.lora is None else 2
+
+
 def _one(
     device: torch.device, sizes: Sizes, folder: Path, budget: int, settings: Settings
 ) -> dict[str, Any]:
@@ -173,7 +179,7 @@ def _one(
             raise RuntimeError(f"update {step} wasn't applied: {outcome.metrics}")
     tokens, took, padded = sum(lengths), sum(seconds), sum(fed)
     longer = sum(length**2 for length in lengths) / tokens
-    flops = 3 * forward_flops(shape, tokens, longer) / took
+    flops = useful_passes(config) * forward_flops(shape, tokens, longer) / took
     held = watch.take()
     times: dict[str, dict[str, float]] = {}
     if device.type == "cuda" and not settings:

@@ -240,3 +240,13 @@ def test_without_an_environment_and_without_wheels_the_way_out_is_told(tmp_path:
     assert "isn't there" in done.stderr
     assert "none holds no wheels" in done.stderr
     assert "tests/gpu/wheels.py --out" in done.stderr
+
+
+def test_the_operations_of_a_way_are_those_that_it_needs(kit: ModuleType) -> None:
+    # The kit has put the folders of its parts on the path.
+    part, sizes = loaded(HERE / "part_learner.py"), loaded(HERE / "sizes.py").SIZES["tiny"]
+    passes = {
+        name: part.useful_passes(part.config_of(sizes, HERE, 1024, part.WAYS[name]))
+        for name in ("auto", "checkpointing", "lora")
+    }
+    assert passes == {"auto": 3, "checkpointing": 3, "lora": 2}
