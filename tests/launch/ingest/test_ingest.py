@@ -617,6 +617,18 @@ def test_labels_are_verdicts(made: Path) -> None:
     assert [text for _, text, *_ in judged(offline("sft"))] == ["1"]
 
 
+def test_a_response_that_is_labelled_false_is_wrong_whatever_its_columns_are_called(
+    made: Path,
+) -> None:
+    asked = "1+2=?<think>"
+    said = [{"role": "user", "content": asked}, {"role": "assistant", "content": "4"}]
+    for row in ({"instruction": asked, "output": "4"}, {"messages": said}):
+        own_rows(made, {**row, "label": False}, {**row, "label": True})
+        found = judged(offline("kto", "learner.objective.advantage=none"))
+        assert [verdict for _, _, verdict, _, _ in found] == ["wrong", "correct"]
+        assert [place for place, *_ in judged(offline("sft"))] == ["own/1#0"]
+
+
 def test_a_labelled_row_among_pairs_needs_an_advantage_of_its_own(made: Path) -> None:
     """It is alone in its group, so a group's mean would give it the advantage 0."""
     own_rows(made, PAIR)
