@@ -567,6 +567,21 @@ def test_a_finished_run_says_so(here: Path, capsys) -> None:
     assert "--fresh" in out
 
 
+def test_tests_that_the_reward_runs_are_kept_however_long(made: Path) -> None:
+    tests = [f"assert double({n}) == {2 * n}" for n in range(200)]
+    row = {"prompt": "Write double(n).<think>", "tests": json.dumps(tests), "notes": "x" * 3000}
+    own_rows(made, row)
+    pq.write_table(
+        pa.Table.from_pylist(
+            [{**row, "data_source": "own", "reward_model": {"ground_truth": "none"}}]
+        ),
+        made / "verl.parquet",
+    )
+    own = ["data.train=[{path: d/own.jsonl}, {path: d/verl.parquet}]", "data.evaluate=[]"]
+    found = prepared(*own, "expert.per_group=0", "reward.components=[{name: code}]")
+    assert [problem.extra for problem in found.problems] == [{"tests": row["tests"]}] * 2
+
+
 # --- responses that the data judge ---
 
 
