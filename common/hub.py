@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -68,21 +68,27 @@ class HubData:
             return None
         return cls(**match.groupdict())
 
-    def chooses(self, file: str) -> bool:
-        """Whether a file of the repository has rows of this config and split."""
+    def chosen(self, files: Iterable[str]) -> list[str]:
+        """Those of a repository's files that have rows of this config and split.
+
+        A file of a split lies in a folder of its name, or its own name begins so (``train-00000-of-00002``). Only where
+        there is none, the split may be any word of a name: ``main_train``, but also ``train_1M``.
+        """
+        found = [file for file in files if self._has_rows(file)]
+        if self.split is None:
+            return found
+        exact = [file for file in found if self._is_of_split(PurePosixPath(file))]
+        return exact or [file for file in found if self.split in re.split(r"[/_.\-]", file)]
+
+    def _has_rows(self, file: str) -> bool:
         path = PurePosixPath(file)
         if not file.endswith(DATA_ENDINGS) or path.name in _INFORMATION:
             return False
-        if self.config is not None and self.config not in path.parts[:-1]:
-            return False
-        # A split is a word of the file's name or path, or, with an underscore of its own, begins the name.
-        words = re.split(r"[/_.\-]", file)
+        return self.config is None or self.config in path.parts[:-1]
+
+    def _is_of_split(self, path: PurePosixPath) -> bool:
         begun = f"{self.split}-", f"{self.split}."
-        return (
-            self.split is None
-            or self.split in (*words, *path.parts[:-1])
-            or path.name.startswith(begun)
-        )
+        return self.split in path.parts[:-1] or path.name.startswith(begun)
 
 
 def fetch(
@@ -226,16 +232,21 @@ def get_data(
     if wanted is None:
         raise DataError(f"{name} isn't the name of a data set: write org/set or org/set:split")
     about = listed("dataset", wanted.repo, revision)
-    chosen = [one for one in about.siblings or () if wanted.chooses(one.rfilename)]
+    chosen = _chosen(wanted, about)
     if not chosen and revision is None:
         with contextlib.suppress(DataError):  # Not every data set has been converted.
             converted = listed("dataset", wanted.repo, CONVERTED)
-            chosen = [one for one in converted.siblings or () if wanted.chooses(one.rfilename)]
+            chosen = _chosen(wanted, converted)
             about = converted if chosen else about
     if not chosen:
         there = ", ".join(sorted(one.rfilename for one in about.siblings or ())[:8]) or "no files"
         raise DataError(f"data set {name} has no data files of that name (it has {there} …)")
     fetch("dataset", wanted.repo, chosen, to, revision=about.sha, tell=tell)
+
+
+def _chosen(wanted: HubData, about: Any) -> list[Any]:
+    names = set(wanted.chosen(one.rfilename for one in about.siblings or ()))
+    return [one for one in about.siblings or () if one.rfilename in names]
 
 
 def local(path: str, place: Path, revision: str | None = None) -> Path:

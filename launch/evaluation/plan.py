@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 from msgspec import structs
 
-from ...common import evaluation_sets, hub, wire
+from ...common import evaluation_sets, hub, templates, wire
 from ...common.config import Config, EvalSetConfig, of_set
 from ...common.errors import ConfigError, DataError
 from ...common.printable import printable
@@ -274,6 +274,8 @@ def prepare(asked: Asked, config: Config, exports: Path, run: RunFolder | None) 
                 given = {"template": template, "temperature": temperature, "top_p": top_p}
                 changed = {key: value for key, value in given.items() if value is not None}
                 own = of_set(base, held_out.model_copy(update=changed))
+                if asked.endpoint is not None:
+                    _refuse_prefill(own)
                 if live is not None:
                     _require_room(model, held_out, own, live)
                 cell = _cell(model, own, held_out, asked)
@@ -325,6 +327,16 @@ def _require_room(model: Model, held_out: EvalSetConfig, own: Config, live: Conf
                 f"{model.name}: {held_out.name} has {key}={wanted:,}, and the engines of this run have room for "
                 f"{room:,}: lower it, or evaluate {newest}, which gets an engine of its own"
             )
+
+
+def _refuse_prefill(own: Config) -> None:
+    """Refuses a prefill of what goes to a server as messages, which it renders itself."""
+    if own.data.template == templates.OWN and own.data.prefill:
+        raise ConfigError(
+            f"--endpoint: with data.template={templates.OWN} the server renders the messages, and "
+            f"data.prefill={own.data.prefill!r} can't be put after them: set data.prefill='', or name another template "
+            f"with --template"
+        )
 
 
 def _cell(model: Model, own: Config, held_out: EvalSetConfig, asked: Asked) -> Cell:

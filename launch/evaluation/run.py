@@ -127,26 +127,31 @@ def work(
     Args:
         prepared: the cells.
         folder: where they go.
-        worker: number of this process, and how many there are.
+        worker: number of this process, and how many there are. The first alone asks live runs, for all samples.
         progress: is told of each sample.
         sampler: makes what answers for a model of that name, in the place of engines.
 
     Raises:
         TandemError: a model can't be loaded, or a problem can't be answered.
     """
-    for _, cells in itertools.groupby(prepared.plan.cells, key=lambda cell: cell.model):
-        wanted = {cell.name: _missing(prepared, folder, cell, worker) for cell in cells}
+    for _, of_model in itertools.groupby(prepared.plan.cells, key=lambda cell: cell.model):
+        cells = list(of_model)
+        model = prepared.cells[cells[0].name][0]
+        # The run's own workers share the work, and the jobs of a cell belong to one process.
+        if model.live is not None and worker[0] > 0:
+            continue
+        share = worker if model.live is None else (0, 1)
+        wanted = {cell.name: _missing(prepared, folder, cell, share) for cell in cells}
         wanted = {cell: places for cell, places in wanted.items() if places}
         if not wanted:
             continue
-        made = [prepared.cells[cell] for cell in wanted]
-        if made[0][0].live is not None:
+        if model.live is not None:
             from .fleet import by_fleet
 
             flat = {
                 cell: [p for batch in batches for p in batch] for cell, batches in wanted.items()
             }
-            by_fleet(made[0][0], prepared, folder, flat, progress)
+            by_fleet(model, prepared, folder, flat, progress)
             continue
         asyncio.run(_by_engine(prepared, folder, wanted, worker[0], progress, sampler))
 

@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...common import prompts
 from ...common.config import Config, DataConfig, EnvironmentsConfig
 from ...common.errors import ConfigError
@@ -91,6 +93,17 @@ def task_of(
             "name a file in the row instead",
         )
     return {"name": name, "row": whole}
+
+
+def with_tests(row: DataRow, grader: Grader) -> DataRow:
+    """The row with the tests that the reward runs, however long: forms keep no long columns, and not every form any."""
+    extra = row.content.extra
+    if grader.has_tests(extra):
+        return row
+    tests = {name: plain(of) for name, of in row.raw.items() if grader.has_tests({name: of})}
+    if not tests:
+        return row
+    return replace(row, content=replace(row.content, extra={**extra, **tests}))
 
 
 def extra_of(

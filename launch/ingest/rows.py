@@ -28,7 +28,7 @@ from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
 from .chunk import Chunk, first_of
-from .columns import broken, check_template, extra_of, task_of
+from .columns import broken, check_template, extra_of, task_of, with_tests
 from .counts import SourceCounts, drawn
 from .repeats import joined
 
@@ -193,7 +193,7 @@ class SourceReader:
         """
         with ThreadPoolExecutor(1, thread_name_prefix="encode") as encoder:
             waiting: deque[_Rendered] = deque()
-            while chunk := list(islice(rows, CHUNK_ROWS)):
+            while chunk := [with_tests(row, self._grader) for row in islice(rows, CHUNK_ROWS)]:
                 self._doing(f"{file.name}: row {chunk[-1].number + 1:,}")
                 counts.used += len(chunk)
                 waiting.append(self._render(self._golds(chunk, counts), counts, encoder))

@@ -88,13 +88,13 @@ class EvaluationResult(Record, frozen=True, kw_only=True):
     """The weights that were actually used, ``term.step``; several, oldest first, if new ones came
     during the evaluation."""
     samples: int = 1
-    """Responses per problem (k of pass@k)."""
+    """Responses per problem, of those whose rows aren't repeated."""
     pass_rate: float | None = None
-    """pass@k: share of problems with at least one correct response."""
+    """Share of problems with at least one correct response: pass@k where each has k."""
     accuracy_by_source: dict[str, float] = msgspec.field(default_factory=dict)
     """Accuracy by data source."""
     pass_by_source: dict[str, float] = msgspec.field(default_factory=dict)
-    """pass@k by data source."""
+    """The same by data source."""
     problems_by_source: dict[str, int] = msgspec.field(default_factory=dict)
     """Number of problems by data source."""
     figures: dict[str, float] = msgspec.field(default_factory=dict)
@@ -117,13 +117,15 @@ class EvaluationResult(Record, frozen=True, kw_only=True):
             "seconds": self.seconds,
             **self.figures,
         }
+        # Where some problems have more responses, any right one of them isn't pass@k: that is among the figures.
         if several:
-            found[f"pass@{self.samples}"] = self.pass_rate
+            found.setdefault(f"pass@{self.samples}", self.pass_rate)
         for source, accuracy in self.accuracy_by_source.items():
             found[f"source/{source}/accuracy"] = accuracy
             found[f"source/{source}/problems"] = self.problems_by_source.get(source)
             if several:
-                found[f"source/{source}/pass@{self.samples}"] = self.pass_by_source.get(source)
+                name = f"source/{source}/pass@{self.samples}"
+                found.setdefault(name, self.pass_by_source.get(source))
         return found
 
 

@@ -1,8 +1,8 @@
 """A conversation: ``messages`` (``{role, content}``) or ``conversations`` (ShareGPT's ``{from, value}``).
 
 The last message, if it is the assistant's, is the response; those before it are the prompt. A gold
-answer may stand in ``ground_truth``, ``gold``, ``expected_answer`` or ``answer``, and the data set's name
-in ``dataset`` or ``source``.
+answer may stand in ``ground_truth``, ``gold``, ``expected_answer`` or ``answer``, the data set's name
+in ``dataset`` or ``source``, and in ``label`` whether the response is a wanted one, true or false.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ def read(row: Mapping[str, Any]) -> Content:
         raise RowError(column, row[column], "has no user's message", "a prompt needs one")
     golds = (*GOLDS, "answer")
     answered = first_of(row, golds)
+    label = row.get("label")
+    is_label = isinstance(label, bool) and target is not None
     return Content(
         prompt=prompt,
         gold=gold(row[answered], answered) if answered else "",
         target=target,
+        label=label if is_label else None,
         data_source=source_of(row),
-        extra=others(row, (*CONVERSATIONS, *golds, *SOURCES)),
+        extra=others(row, (*CONVERSATIONS, *golds, *SOURCES, *(["label"] if is_label else []))),
     )
 
 
@@ -52,7 +55,12 @@ def write(content: Content) -> dict[str, Any]:
         found.append({"role": "assistant", "content": content.target})
     return {
         **content.extra,
-        **present(messages=found, ground_truth=content.gold, dataset=content.data_source),
+        **present(
+            messages=found,
+            ground_truth=content.gold,
+            label=content.label,
+            dataset=content.data_source,
+        ),
     }
 
 

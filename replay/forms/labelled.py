@@ -1,4 +1,4 @@
-"""A response with a label that says whether it is a wanted one: ``prompt``, ``completion``, ``label``."""
+"""A response with a label that says whether it is a wanted one: ``label``, and the columns of ``prompt_response``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .row import Content, RowError, needed
 def read(row: Mapping[str, Any]) -> Content:
     label = row.get("label")
     if not isinstance(label, bool):
-        raise RowError("label", label, "isn't true or false", "store a boolean")
+        way_out = "store a boolean, or set the form to prompt_response, for which it says nothing"
+        raise RowError("label", label, "isn't true or false", way_out)
     rest = {name: value for name, value in row.items() if name != "label"}
     return replace(prompt_response.read(rest), label=label)
 
@@ -29,7 +30,7 @@ def write(content: Content) -> dict[str, Any]:
 FORM = Form(
     name="labelled",
     about="prompt/completion/label, as for KTO",
-    columns=(("prompt", "completion", "label"), ("prompt", "response", "label")),
+    columns=tuple((*pair, "label") for pair in prompt_response.FORM.columns),
     also=prompt_response.FORM.also,
     read=read,
     write=write,

@@ -121,9 +121,9 @@ def write(content: Content) -> dict[str, Any]:
 
 
 def _reads(present: Collection[str]) -> list[str]:
-    probabilities = next((name for name in PROBABILITY_COLUMNS if name in present), None)
-    wanted = (*REQUIRED, "target", "ability", "extra_info", probabilities)
-    return [name for name in wanted if name is not None and name in present]
+    # The longest columns by far: those that don't count aren't read.
+    unused = [name for name in PROBABILITY_COLUMNS if name in present][1:]
+    return [name for name in present if name not in unused]
 
 
 FORM = Form(

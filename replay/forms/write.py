@@ -38,7 +38,8 @@ class RowWriter:
         self._part = self.path.with_name(f".{self.path.name}.part")
         self._made = self.path.with_name(f".{self.path.name}.made")
         self._file: TextIO | None = None
-        self._kinds: dict[str, set[str]] = {}
+        self._kinds: dict[tuple[str, ...], set[str]] = {}
+        """The kinds of values of each column, and of each key of the structs in it."""
 
     def add(self, content: Content) -> None:
         """Writes a row.
@@ -51,7 +52,7 @@ class RowWriter:
         # Not before: whoever made the writer has to be able to discard it.
         self._file = self._file or open(self._part, "w", encoding="utf-8")  # noqa: SIM115
         for name, value in columns.items():
-            self._kinds.setdefault(name, set()).add(_kind(value))
+            self._note((name,), value)
         self._file.write(json.dumps(columns, ensure_ascii=False) + "\n")
         self.rows += 1
 
@@ -87,16 +88,29 @@ class RowWriter:
         self._made.replace(self._part)
 
     def _batches(self) -> Iterator[list[dict[str, Any]]]:
-        """Rows with all columns; values of columns that have several kinds of them are JSON."""
+        """Rows with all columns; where values of a column, or of a key in it, are of several kinds, they are JSON."""
+        columns = [path[0] for path in self._kinds if len(path) == 1]
         with open(self._part, encoding="utf-8") as lines:
             while chosen := list(islice(lines, 1_000)):
                 yield [
-                    {
-                        name: _as_kind(row.get(name), kinds - {"null"})
-                        for name, kinds in self._kinds.items()
-                    }
+                    {name: self._of_one_kind((name,), row.get(name)) for name in columns}
                     for row in map(json.loads, chosen)
                 ]
+
+    def _note(self, path: tuple[str, ...], value: Any) -> None:
+        self._kinds.setdefault(path, set()).add(_kind(value))
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                self._note((*path, str(key)), inner)
+
+    def _of_one_kind(self, path: tuple[str, ...], value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            return value
+        if len(self._kinds[path] - {"null"}) > 1:
+            return json.dumps(value, ensure_ascii=False)
+        if isinstance(value, dict):
+            return {key: self._of_one_kind((*path, key), inner) for key, inner in value.items()}
+        return value
 
 
 def _kind(value: Any) -> str:
@@ -105,9 +119,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, int | float):
         return "number"
     return type(value).__name__
-
-
-def _as_kind(value: Any, kinds: set[str]) -> Any:
-    if value is None or len(kinds) <= 1 or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False)

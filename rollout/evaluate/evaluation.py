@@ -43,7 +43,7 @@ class Evaluation:
     accuracy: float
     """avg@k: mean over problems of the share of their responses that are correct."""
     pass_rate: float
-    """pass@k: share of problems with at least one correct response."""
+    """Share of problems with at least one correct response: pass@k where each has k."""
     format_share: float
     """Share of responses in the right form; NaN if the reward has no component for it."""
     right_and_formed: float | None
@@ -61,7 +61,7 @@ class Evaluation:
     by_source: dict[str, float]
     """Accuracy by data source."""
     pass_by_source: dict[str, float]
-    """pass@k by data source."""
+    """``pass_rate`` by data source."""
     problems_by_source: dict[str, int]
     """Number of problems by data source."""
     step: int | None

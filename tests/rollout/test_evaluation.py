@@ -18,6 +18,7 @@ from tandem.common.errors import DataError, TandemError
 from tandem.common.models import load_tokenizer
 from tandem.common.records import FinishReason, Problem, Sample, SamplingParams, Verdict
 from tandem.launch.ingest.rows import SourceReader
+from tandem.replay.evaluating.evaluations import EvaluationResult
 from tandem.reward.grading import Grade, Grader
 from tandem.rollout.engine import FinishedGroup, GroupRequest
 from tandem.rollout.evaluate.evaluation import (
@@ -91,6 +92,37 @@ def test_figures_are_those_of_the_grades() -> None:
     assert found.cut_share == pytest.approx(1 / 6)
     assert found.ungraded == 1
     assert found.tokens == 24
+
+
+def test_pass_at_k_is_unbiased_where_some_problems_have_more_responses_than_others() -> None:
+    tokens = np.array([3], dtype=np.int32)
+    problems = [problem(0, tokens), problem(1, tokens, "b")]
+    responses = [[sample(2)] * 4, [sample(2)] * 2]
+    grades = [grade(Verdict.CORRECT), *[grade(Verdict.WRONG)] * 5]
+    found = summarise(problems, responses, grades, seconds=1.0)
+    result = EvaluationResult(
+        id="set@1",
+        set_name="set",
+        step=1,
+        accuracy=found.accuracy,
+        problems=found.problems,
+        format_share=found.format_share,
+        mean_length=found.mean_length,
+        seconds=found.seconds,
+        member="rollout-0",
+        samples=found.samples,
+        pass_rate=found.pass_rate,
+        accuracy_by_source=found.by_source,
+        pass_by_source=found.pass_by_source,
+        problems_by_source=found.problems_by_source,
+        figures=found.figures,
+    )
+    figures = result.all_figures()
+    # One of four is right: two of them hold it in half of all draws.
+    assert figures["source/a/pass@2"] == pytest.approx(0.5)
+    assert figures["source/a/pass@4"] == 1.0
+    assert figures["source/b/pass@2"] == 0.0
+    assert figures["pass@2"] == pytest.approx(0.25)
 
 
 def test_without_a_format_component_its_share_is_unknown() -> None:

@@ -462,6 +462,27 @@ def test_a_server_elsewhere_answers_and_is_asked_again(
     assert "secret" not in Path("out/plan.json").read_text()
 
 
+def test_a_server_is_asked_to_begin_no_answer_of_a_conversation_with_a_prefill(
+    tmp_path: Path,
+    server: tuple[str, type[Server]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, handler = server
+    (tmp_path / "a.jsonl").write_text('{"question": "6*7?", "answer": "42"}\n')
+    monkeypatch.chdir(tmp_path)
+    words = ["evaluate", "--endpoint", url, "--model", "big", "--benchmark", "a.jsonl"]
+    words += ["--to", "out", "data.prefill=So"]
+    assert cli.main([*words, "--template", "own"]) == 2
+    said = capsys.readouterr().err
+    assert "data.prefill='So'" in said
+    assert "set data.prefill='', or name another template with --template" in said
+    assert handler.asked == []
+    # The text of another template goes on with it.
+    assert cli.main([*words, "--template", "r1_zero"]) == 0
+    assert handler.asked[-1][1]["prompt"].endswith("<think>So")
+
+
 def test_a_server_has_the_time_that_it_is_given_for_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

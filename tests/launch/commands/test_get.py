@@ -14,6 +14,7 @@ import pytest
 
 from tandem.common import hub
 from tandem.common.models import resolve
+from tandem.replay.forms import read_rows
 
 TESTS = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS / "replay")]
@@ -158,8 +159,6 @@ def test_the_split_of_a_data_set(
     standin.add("dataset", "org/set", source)
     done = get(environment, tmp_path, "data", "org/set/main:train")
     assert done.returncode == 0, done.stderr
-    from tandem.replay.forms import read_rows
-
     assert len(list(read_rows(tmp_path / "data" / "set-main-train"))) == 6
     # A folder is read with all that is in it.
     done = get(environment, tmp_path, "data", "org/set/main:test")
@@ -168,6 +167,21 @@ def test_the_split_of_a_data_set(
     assert len(list(read_rows(tmp_path / "data" / "set-main-train"))) == 6
     done = get(environment, tmp_path, "data", "org/set:validation")
     assert "has no data files of that name (it has README.md, main/test.jsonl" in done.stderr
+
+
+def test_a_split_is_fetched_without_those_whose_names_begin_as_its_own(
+    standin: StandinHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    (source / "data").mkdir(parents=True)
+    for name, count in (("train", 2), ("train_1M", 5), ("train_2M", 7)):
+        rows = [ROWS["gsm8k"](n) for n in range(1, 1 + count)]
+        write_parquet(source / "data" / f"{name}-00000-of-00001.parquet", rows)
+    standin.add("dataset", "org/set", source)
+    for name, count in (("train", 2), ("train_1M", 5)):
+        done = get(environment, tmp_path, "data", f"org/set:{name}")
+        assert done.returncode == 0, done.stderr
+        assert len(list(read_rows(tmp_path / "data" / f"set-{name}"))) == count
 
 
 def test_a_name_on_the_hub_stands_for_a_file(
@@ -228,13 +242,19 @@ def test_which_files_hold_a_split() -> None:
     def chosen(name: str, *files: str) -> list[str]:
         wanted = hub.HubData.parse(name)
         assert wanted is not None
-        return [file for file in files if wanted.chooses(file)]
+        return wanted.chosen(files)
 
     files = ("train.jsonl", "data/train-00000-of-00001.parquet", "test.json", "main/test.parquet")
     assert chosen("o/s:train", *files) == list(files[:2])
     assert chosen("o/s/main:test", *files) == ["main/test.parquet"]
     assert chosen("o/s", *files, "README.md", "dataset_infos.json") == list(files)
     assert chosen("o/s:train", "training.jsonl", "restrain.jsonl") == []
+    # A word of a name counts only where no name begins with the split.
+    named = ("train_1M.jsonl", "train_2M-00000-of-00001.parquet", "math-train.json")
+    assert chosen("o/s:train", *named) == list(named)
+    assert chosen("o/s:train", *named, "train.jsonl") == ["train.jsonl"]
+    assert chosen("o/s:train", *named, "train/a.jsonl") == ["train/a.jsonl"]
+    assert chosen("o/s:train_1M", *named, "train.jsonl") == ["train_1M.jsonl"]
 
 
 PREPARED = """

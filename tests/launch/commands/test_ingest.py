@@ -89,6 +89,23 @@ def test_columns_of_several_kinds_are_written_as_text(here: Path) -> None:
     assert marks == ["3", "a", None, "[1]"]
 
 
+def test_inner_values_of_several_kinds_are_written_as_text_too(here: Path) -> None:
+    infos: list[Any] = [
+        {"level": 3, "index": 1, "of": {"year": 2024}},
+        {"level": "Level 3", "index": 2, "of": {"year": "2024/25"}},
+        {"level": None, "index": 3},
+    ]
+    rows = [{**ROWS["luffy"](n), "extra_info": info} for n, info in enumerate(infos)]
+    write_lines(here / "a.jsonl", rows)
+    assert main(["ingest", "a.jsonl", "--write", "b.parquet"]) == 0
+    extras = [row.content.extra for row in read_rows(here / "b.parquet")]
+    assert extras == [
+        {"level": "3", "index": 1, "of": {"year": "2024"}},
+        {"level": "Level 3", "index": 2, "of": {"year": "2024/25"}},
+        {"index": 3},
+    ]
+
+
 def test_what_a_form_cannot_hold_is_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [ROWS["preference"](n) for n in range(4)]
     del rows[2]["gold"]

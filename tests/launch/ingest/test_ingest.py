@@ -567,6 +567,21 @@ def test_a_finished_run_says_so(here: Path, capsys) -> None:
     assert "--fresh" in out
 
 
+def test_tests_that_the_reward_runs_are_kept_however_long(made: Path) -> None:
+    tests = [f"assert double({n}) == {2 * n}" for n in range(200)]
+    row = {"prompt": "Write double(n).<think>", "tests": json.dumps(tests), "notes": "x" * 3000}
+    own_rows(made, row)
+    pq.write_table(
+        pa.Table.from_pylist(
+            [{**row, "data_source": "own", "reward_model": {"ground_truth": "none"}}]
+        ),
+        made / "verl.parquet",
+    )
+    own = ["data.train=[{path: d/own.jsonl}, {path: d/verl.parquet}]", "data.evaluate=[]"]
+    found = prepared(*own, "expert.per_group=0", "reward.components=[{name: code}]")
+    assert [problem.extra for problem in found.problems] == [{"tests": row["tests"]}] * 2
+
+
 # --- responses that the data judge ---
 
 
@@ -615,6 +630,18 @@ def test_labels_are_verdicts(made: Path) -> None:
         ("wrong", -1.0),
     ]
     assert [text for _, text, *_ in judged(offline("sft"))] == ["1"]
+
+
+def test_a_response_that_is_labelled_false_is_wrong_whatever_its_columns_are_called(
+    made: Path,
+) -> None:
+    asked = "1+2=?<think>"
+    said = [{"role": "user", "content": asked}, {"role": "assistant", "content": "4"}]
+    for row in ({"instruction": asked, "output": "4"}, {"messages": said}):
+        own_rows(made, {**row, "label": False}, {**row, "label": True})
+        found = judged(offline("kto", "learner.objective.advantage=none"))
+        assert [verdict for _, _, verdict, _, _ in found] == ["wrong", "correct"]
+        assert [place for place, *_ in judged(offline("sft"))] == ["own/1#0"]
 
 
 def test_a_labelled_row_among_pairs_needs_an_advantage_of_its_own(made: Path) -> None:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tandem.common.config import EvalSetConfig, build
@@ -32,11 +34,18 @@ TREE = {
 
 
 def read(
-    folder: Path, rows: list[dict[str, Any]], *overrides: str, tokenizer: Any = None
+    folder: Path,
+    rows: list[dict[str, Any]],
+    *overrides: str,
+    tokenizer: Any = None,
+    parquet: bool = False,
 ) -> tuple[list[dict[str, Any]], SourceCounts]:
     """The tasks of some rows, and what was left out."""
     file = folder / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
+    if parquet:
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text("\n".join(map(json.dumps, rows)))
     config = build(TREE, overrides)
     with Grader(config.reward) as grader:
         reader = SourceReader(
@@ -84,6 +93,18 @@ def test_the_prompt_of_any_form_is_given_as_messages_without_its_answer(
 ) -> None:
     ((task,), _) = read(tmp_path, [row])
     assert task["row"]["prompt"] == [{"role": "user", "content": "1*2=?"}]
+
+
+def test_a_row_in_verls_columns_names_its_environment_in_parquet_as_in_json(tmp_path: Path) -> None:
+    row = {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": "1*2=?"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "level": 3,
+    }
+    for parquet in (False, True):
+        tasks, _ = read(tmp_path, [{**row, "environment": "other"}], parquet=parquet)
+        assert tasks == [{"name": "other", "row": row}]
 
 
 def test_system_prompts_of_the_config_are_in_the_prompt_that_is_given(tmp_path: Path) -> None:

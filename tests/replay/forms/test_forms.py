@@ -9,7 +9,7 @@ import pytest
 from form_rows import BAD, ROWS, asked, solution, write_array, write_lines, write_parquet
 
 from tandem.common.errors import ConfigError, DataError
-from tandem.replay.forms import FORMS, DataRow, LeftOut, Message, named_form, read_rows
+from tandem.replay.forms import FORMS, DataRow, LeftOut, Message, form_of, named_form, read_rows
 from tandem.replay.forms.row import RowError
 
 FORM_NAMES = [form.name for form in FORMS]
@@ -84,6 +84,39 @@ def test_the_question_is_the_same_in_every_form(name: str, tmp_path: Path):
     assert row.content.gold == (solution(600) if name == "problem_solution" else "1200")
     if name in WITH_TARGET:
         assert row.content.target == solution(600)
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_a_label_counts_with_every_prompt_and_response(label: bool, tmp_path: Path):
+    said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5"}]
+    rows: list[dict[str, Any]] = [
+        {"instruction": "2+2?", "output": "5"},
+        {"prompt": "2+2?", "output": "5"},
+        {"query": "2+2?", "completion": "5"},
+        {"messages": said},
+    ]
+    for number, row in enumerate(rows):
+        path = write_lines(tmp_path / f"{number}.jsonl", [{**row, "label": label}])
+        (found,) = all_of(path)
+        content = found.content
+        assert (content.prompt[-1].content, content.target) == ("2+2?", "5")
+        assert (content.label, dict(content.extra)) == (label, {})
+        form = form_of(path, found.raw)
+        assert form.write is not None
+        assert form.read(form.write(content)).label is label
+
+
+def test_a_label_of_a_conversation_is_about_its_last_answer_and_otherwise_a_column(
+    tmp_path: Path,
+):
+    asked = {"role": "user", "content": "2+2?"}
+    rows = [
+        {"messages": [asked], "label": False},
+        {"messages": [asked, {"role": "assistant", "content": "4"}], "label": "sums"},
+    ]
+    found = [row.content for row in all_of(write_lines(tmp_path / "a.jsonl", rows))]
+    assert [content.label for content in found] == [None, None]
+    assert [content.extra for content in found] == [{"label": False}, {"label": "sums"}]
 
 
 def test_the_rationale_of_gsm8k_loses_its_annotations(tmp_path: Path):

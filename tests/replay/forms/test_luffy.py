@@ -106,6 +106,12 @@ def test_probabilities_under_the_published_name_are_found(write: Write):
     assert row.target_logprobs is not None
 
 
+def test_every_column_is_read_but_probabilities_that_do_not_count(write: Write):
+    row = a_row(target_probs=[0.5], target_ds_qwen_7b_probs=[0.25], difficulty="hard")
+    (found,) = numbered_rows(write(row))
+    assert found.raw == {name: row[name] for name in row if name != "target_ds_qwen_7b_probs"}
+
+
 def test_probabilities_of_a_row_without_a_target_are_left_out(write: Write):
     rows = read_rows(write(a_row(target_probs=[0.5]), a_row(target=None, target_probs=[0.5])))
     assert rows[1].target_logprobs is None
