@@ -20,9 +20,11 @@ from redis.exceptions import (
     AuthorizationError,
     BusyLoadingError,
     DataError,
+    MasterDownError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -42,7 +44,7 @@ Command = tuple[Any, ...]
 Arg = str | int | float | bytes
 
 DEADLINE = 60.0
-"""Seconds during which a command is retried while Redis is down, loading or full."""
+"""Seconds during which a command is retried while Redis is down, loading, busy or full."""
 WARN_FROM = 10.0
 """Waits with at least this deadline, in seconds, are logged at half of it."""
 LARGEST_PAUSE = 0.5
@@ -79,7 +81,8 @@ class Store:
 
     Every script call carries ``(caller, request number)``: a call that is repeated because its answer
     was lost gets its first answer again. So calls are simply retried until ``deadline`` while the
-    connection is refused or lost, while Redis loads its file (``LOADING``) and while it is full.
+    connection is refused or lost, while Redis loads its file (``LOADING``), is busy with a script of
+    others' (``BUSY``) or isn't the master (``READONLY``, ``MASTERDOWN``), and while it is full.
     redis-py's own retries are off, since they repeat commands without that number.
     """
 
@@ -150,7 +153,7 @@ class Store:
                 if isinstance(result, ResponseError) and _disk_is_full(result):
                     raise result
             for result in results:
-                if isinstance(result, BusyLoadingError | RedisConnectionError):
+                if isinstance(result, BusyLoadingError | RedisConnectionError) or _is_away(result):
                     raise result
             return results
 
@@ -174,7 +177,14 @@ class Store:
                 return operation()
             except (AuthenticationError, AuthorizationError) as error:
                 raise self._refused(error) from None
-            except _WAITS as error:
+            except (*_WAITS, ResponseError) as error:
+                if not isinstance(error, _WAITS) and not _is_away(error):
+                    if not _disk_is_full(error):
+                        raise readable_error(error, self.address) from None
+                    # This time counts towards no deadline: `tandem start` ends a run that waits for too long.
+                    full += self._await_disk(what, error, full, deadline)
+                    wait.restart()
+                    continue
                 wait.what = f"answer ({what}; {_cause(error)})"
                 if wait.expired(warn):
                     raise StoreError(
@@ -183,12 +193,6 @@ class Store:
                     ) from None
                 time.sleep(min(pause, wait.pause))
                 pause = min(2 * pause, LARGEST_PAUSE)
-            except ResponseError as error:
-                if not _disk_is_full(error):
-                    raise readable_error(error, self.address) from None
-                # This time counts towards no deadline: `tandem start` ends a run that waits for too long.
-                full += self._await_disk(what, error, full, deadline)
-                wait.restart()
             except DataError as error:
                 raise StoreError(f"{what}: Redis can't be sent this: {error}") from None
 
@@ -345,11 +349,25 @@ def _as_full(error: ResponseError) -> ResponseError:
     return OutOfMemoryError(str(error)) if ": -OOM " in str(error) else error
 
 
-def _disk_is_full(error: ResponseError) -> bool:
-    """Whether Redis refuses writes because it can't keep its own; a script's error may wrap this."""
+def _disk_is_full(error: Exception) -> bool:
+    """Whether Redis refuses writes because it can't keep its own."""
+    return _says(error, "MISCONF")
+
+
+def _is_away(answer: object) -> bool:
+    """Whether an answer says that Redis takes no commands, or no writes, for a while: another client's script keeps
+    it busy, or a hosted server fails over."""
+    return isinstance(answer, ReadOnlyError | MasterDownError) or (
+        isinstance(answer, ResponseError) and _says(answer, "BUSY", "READONLY", "MASTERDOWN")
+    )
+
+
+def _says(error: Exception, *words: str) -> bool:
+    """Whether an error begins with one of these words; a script's or a pipeline's error may wrap this."""
     text = str(error)
-    return text.startswith("MISCONF ") or (
-        not text.startswith("REFUSED ") and (": -MISCONF " in text or ": MISCONF " in text)
+    return not text.startswith("REFUSED ") and any(
+        text.startswith(f"{word} ") or f": -{word} " in text or f": {word} " in text
+        for word in words
     )
 
 
