@@ -32,7 +32,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from ..common import disk
-from ..common.errors import FencedError, RefusedError, StoreError
+from ..common.errors import FencedError, FullError, RefusedError, StoreError
 from ..common.run_folder import JoinInfo
 from ..common.waiting import Wait
 from .reaching import make_client, refusal
@@ -341,7 +341,8 @@ def readable_error(error: Exception, address: str = "Redis") -> Exception:
             f"Redis at {address} doesn't permit a command to this user ({text}): docs/redis.md has the "
             f"ACL rule that a run needs"
         )
-    return StoreError(f"Redis at {address} answered with an error: {text}")
+    kind = FullError if isinstance(error, OutOfMemoryError) else StoreError
+    return kind(f"Redis at {address} answered with an error: {text}")
 
 
 def _as_full(error: ResponseError) -> ResponseError:
