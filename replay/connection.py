@@ -49,6 +49,8 @@ WARN_FROM = 10.0
 """Waits with at least this deadline, in seconds, are logged at half of it."""
 LARGEST_PAUSE = 0.5
 SOCKET_TIMEOUT = 30.0
+BRIEF_TIMEOUT = 1.0
+"""Seconds for the answer to a command whose deadline is no longer than this."""
 OLDEST_REDIS = (6, 2)
 
 _WAITS = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OutOfMemoryError)
@@ -88,6 +90,8 @@ class Store:
 
     def __init__(self, client: redis.Redis, join: JoinInfo, name: str = "") -> None:
         self.redis = client
+        self._brief: redis.Redis | None = None
+        self._join = join
         self.run_id = join.run_id
         self.name = name
         self.peer = (join.host, join.port)
@@ -129,7 +133,8 @@ class Store:
             StoreError: the script refused, or Redis was away or full for ``deadline`` seconds.
         """
         command = self.command(name, *args)
-        return self.persist(f"{name} script", lambda: self._evaluate(command), deadline)
+        client = self._client(deadline)
+        return self.persist(f"{name} script", lambda: self._evaluate(client, command), deadline)
 
     def batch(self, commands: Sequence[Command], *, deadline: float = DEADLINE) -> list[Any]:
         """Sends commands in one round trip; the whole batch is repeated if it was cut off.
@@ -137,8 +142,10 @@ class Store:
         If a command fails, the result holds its error instead of an answer (see :func:`readable_error`).
         """
 
+        client = self._client(deadline)
+
         def send() -> list[Any]:
-            pipeline = self.redis.pipeline(transaction=False)
+            pipeline = client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
             return list(pipeline.execute(raise_on_error=False))
@@ -146,7 +153,7 @@ class Store:
         def attempt() -> list[Any]:
             results = send()
             if any(isinstance(r, NoScriptError) for r in results):
-                self._load_scripts()
+                self._load_scripts(client)
                 results = send()
             results = [_as_full(r) if isinstance(r, ResponseError) else r for r in results]
             for result in results:
@@ -163,7 +170,7 @@ class Store:
 
     def call(self, method: str, *args: Any, deadline: float = DEADLINE, **kwargs: Any) -> Any:
         """Runs one repeatable command of redis-py, by its method's name, with retries."""
-        bound = getattr(self.redis, method)
+        bound = getattr(self._client(deadline), method)
         return self.persist(method.upper(), lambda: bound(*args, **kwargs), deadline)
 
     def persist(self, what: str, operation: Callable[[], T], deadline: float = DEADLINE) -> T:
@@ -232,8 +239,18 @@ class Store:
         return bool(self.call("hexists", self.key("meta"), "created"))
 
     def close(self) -> None:
-        """Closes the pool's connections."""
+        """Closes the pools' connections."""
         self.redis.close()
+        if self._brief is not None:
+            self._brief.close()
+
+    def _client(self, deadline: float) -> redis.Redis:
+        """The client for a command. Of a server that hangs, one that may take long would wait past a short deadline."""
+        if deadline > BRIEF_TIMEOUT:
+            return self.redis
+        if self._brief is None:
+            self._brief = make_client(self._join, timeout=BRIEF_TIMEOUT, name=self.name)
+        return self._brief
 
     def _next_request(self) -> tuple[str, int]:
         incarnation = self.incarnation
@@ -243,24 +260,24 @@ class Store:
             local.requests = itertools.count(1)
         return local.caller, next(local.requests)
 
-    def _evaluate(self, command: Command) -> Any:
+    def _evaluate(self, client: redis.Redis, command: Command) -> Any:
         try:
             try:
-                return self.redis.execute_command(*command)
+                return client.execute_command(*command)
             except NoScriptError:
-                self._load_scripts()
-                return self.redis.execute_command(*command)
+                self._load_scripts(client)
+                return client.execute_command(*command)
         except ResponseError as error:
             raise _as_full(error) from None
 
-    def _load_scripts(self) -> None:
+    def _load_scripts(self, client: redis.Redis) -> None:
         """Loads every script, after informing the ledger if the server was restarted.
 
         A restarted server knows no scripts, so whoever calls it first comes through here, and deadlines
         are moved on before any script can judge one. Everything is sent on one connection, hence to one
         start of the server.
         """
-        pipeline = self.redis.pipeline(transaction=False)
+        pipeline = client.pipeline(transaction=False)
         pipeline.execute_command(
             "EVAL", script_source("server_started"), 1, self._prefix, "loader", 0
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -14,7 +16,9 @@ import redis
 from msgspec.structs import replace
 
 from tandem.common.errors import StoreError
+from tandem.replay import connection
 from tandem.replay.connection import Store, connect, script_names, script_source
+from tandem.replay.store import RunStore
 
 
 def test_a_wrong_password_is_told_at_once_and_not_shown(server: Any):
@@ -142,6 +146,29 @@ def test_a_call_gives_up_at_its_deadline_and_says_how_to_go_on(own_server: Any):
     own_server.kill()
     with pytest.raises(StoreError, match="tandem start"):
         store.script("append", "things", "x", 10, deadline=0.2)
+    store.close()
+
+
+def test_a_server_that_hangs_holds_nobody_much_longer_than_a_short_deadline(own_server: Any):
+    store = connect(own_server.join())
+    runs = RunStore(store)
+    assert runs.state(0.5) == "running"
+    waits = [
+        lambda: runs.state(0.5),
+        lambda: store.script("append", "things", "x", 10, deadline=0.5),
+        lambda: store.batch([("PING",)], deadline=0.5),
+    ]
+    os.kill(own_server.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        for wait in waits:
+            with pytest.raises(StoreError, match=r"didn't answer .*Timeout"):
+                wait()
+        # A command without a short deadline waits for half a minute before it asks anew.
+        assert time.monotonic() - began < connection.SOCKET_TIMEOUT
+    finally:
+        os.kill(own_server.process.pid, signal.SIGCONT)
+    store.script("append", "things", "x", 10, deadline=0.5)
     store.close()
 
 
