@@ -39,6 +39,10 @@ class RefusedError(StoreError):
     """The ledger refused a call that its state doesn't allow."""
 
 
+class FullError(StoreError):
+    """Redis has no memory for what was to be stored."""
+
+
 class DamagedError(StoreError):
     """Data that a run needs to go on are gone or changed; starting again can't help."""
 

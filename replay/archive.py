@@ -338,6 +338,10 @@ def join(
         if change is not None:
             every = [one for batch in part.to_batches(READ_GROUPS) for one in _groups(batch)]
             part = table(change(every))
+        # Files of an earlier version lack columns, and a file has one schema.
+        if writer is not None and not part.schema.equals(writer.schema):
+            writer.close()
+            writer = None
         if writer is None:
             path = staging / f"groups-{number:05d}.parquet"
             writer, number = pq.ParquetWriter(path, part.schema, compression="zstd"), number + 1

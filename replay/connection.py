@@ -20,9 +20,11 @@ from redis.exceptions import (
     AuthorizationError,
     BusyLoadingError,
     DataError,
+    MasterDownError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -30,7 +32,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from ..common import disk
-from ..common.errors import FencedError, RefusedError, StoreError
+from ..common.errors import FencedError, FullError, RefusedError, StoreError
 from ..common.run_folder import JoinInfo
 from ..common.waiting import Wait
 from .reaching import make_client, refusal
@@ -42,11 +44,13 @@ Command = tuple[Any, ...]
 Arg = str | int | float | bytes
 
 DEADLINE = 60.0
-"""Seconds during which a command is retried while Redis is down, loading or full."""
+"""Seconds during which a command is retried while Redis is down, loading, busy or full."""
 WARN_FROM = 10.0
 """Waits with at least this deadline, in seconds, are logged at half of it."""
 LARGEST_PAUSE = 0.5
 SOCKET_TIMEOUT = 30.0
+BRIEF_TIMEOUT = 1.0
+"""Seconds for the answer to a command whose deadline is no longer than this."""
 OLDEST_REDIS = (6, 2)
 
 _WAITS = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OutOfMemoryError)
@@ -79,12 +83,15 @@ class Store:
 
     Every script call carries ``(caller, request number)``: a call that is repeated because its answer
     was lost gets its first answer again. So calls are simply retried until ``deadline`` while the
-    connection is refused or lost, while Redis loads its file (``LOADING``) and while it is full.
+    connection is refused or lost, while Redis loads its file (``LOADING``), is busy with a script of
+    others' (``BUSY``) or isn't the master (``READONLY``, ``MASTERDOWN``), and while it is full.
     redis-py's own retries are off, since they repeat commands without that number.
     """
 
     def __init__(self, client: redis.Redis, join: JoinInfo, name: str = "") -> None:
         self.redis = client
+        self._brief: redis.Redis | None = None
+        self._join = join
         self.run_id = join.run_id
         self.name = name
         self.peer = (join.host, join.port)
@@ -126,7 +133,8 @@ class Store:
             StoreError: the script refused, or Redis was away or full for ``deadline`` seconds.
         """
         command = self.command(name, *args)
-        return self.persist(f"{name} script", lambda: self._evaluate(command), deadline)
+        client = self._client(deadline)
+        return self.persist(f"{name} script", lambda: self._evaluate(client, command), deadline)
 
     def batch(self, commands: Sequence[Command], *, deadline: float = DEADLINE) -> list[Any]:
         """Sends commands in one round trip; the whole batch is repeated if it was cut off.
@@ -134,8 +142,10 @@ class Store:
         If a command fails, the result holds its error instead of an answer (see :func:`readable_error`).
         """
 
+        client = self._client(deadline)
+
         def send() -> list[Any]:
-            pipeline = self.redis.pipeline(transaction=False)
+            pipeline = client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
             return list(pipeline.execute(raise_on_error=False))
@@ -143,14 +153,14 @@ class Store:
         def attempt() -> list[Any]:
             results = send()
             if any(isinstance(r, NoScriptError) for r in results):
-                self._load_scripts()
+                self._load_scripts(client)
                 results = send()
             results = [_as_full(r) if isinstance(r, ResponseError) else r for r in results]
             for result in results:
                 if isinstance(result, ResponseError) and _disk_is_full(result):
                     raise result
             for result in results:
-                if isinstance(result, BusyLoadingError | RedisConnectionError):
+                if isinstance(result, BusyLoadingError | RedisConnectionError) or _is_away(result):
                     raise result
             return results
 
@@ -160,7 +170,7 @@ class Store:
 
     def call(self, method: str, *args: Any, deadline: float = DEADLINE, **kwargs: Any) -> Any:
         """Runs one repeatable command of redis-py, by its method's name, with retries."""
-        bound = getattr(self.redis, method)
+        bound = getattr(self._client(deadline), method)
         return self.persist(method.upper(), lambda: bound(*args, **kwargs), deadline)
 
     def persist(self, what: str, operation: Callable[[], T], deadline: float = DEADLINE) -> T:
@@ -174,7 +184,14 @@ class Store:
                 return operation()
             except (AuthenticationError, AuthorizationError) as error:
                 raise self._refused(error) from None
-            except _WAITS as error:
+            except (*_WAITS, ResponseError) as error:
+                if not isinstance(error, _WAITS) and not _is_away(error):
+                    if not _disk_is_full(error):
+                        raise readable_error(error, self.address) from None
+                    # This time counts towards no deadline: `tandem start` ends a run that waits for too long.
+                    full += self._await_disk(what, error, full, deadline)
+                    wait.restart()
+                    continue
                 wait.what = f"answer ({what}; {_cause(error)})"
                 if wait.expired(warn):
                     raise StoreError(
@@ -183,12 +200,6 @@ class Store:
                     ) from None
                 time.sleep(min(pause, wait.pause))
                 pause = min(2 * pause, LARGEST_PAUSE)
-            except ResponseError as error:
-                if not _disk_is_full(error):
-                    raise readable_error(error, self.address) from None
-                # This time counts towards no deadline: `tandem start` ends a run that waits for too long.
-                full += self._await_disk(what, error, full, deadline)
-                wait.restart()
             except DataError as error:
                 raise StoreError(f"{what}: Redis can't be sent this: {error}") from None
 
@@ -228,8 +239,18 @@ class Store:
         return bool(self.call("hexists", self.key("meta"), "created"))
 
     def close(self) -> None:
-        """Closes the pool's connections."""
+        """Closes the pools' connections."""
         self.redis.close()
+        if self._brief is not None:
+            self._brief.close()
+
+    def _client(self, deadline: float) -> redis.Redis:
+        """The client for a command. Of a server that hangs, one that may take long would wait past a short deadline."""
+        if deadline > BRIEF_TIMEOUT:
+            return self.redis
+        if self._brief is None:
+            self._brief = make_client(self._join, timeout=BRIEF_TIMEOUT, name=self.name)
+        return self._brief
 
     def _next_request(self) -> tuple[str, int]:
         incarnation = self.incarnation
@@ -239,24 +260,24 @@ class Store:
             local.requests = itertools.count(1)
         return local.caller, next(local.requests)
 
-    def _evaluate(self, command: Command) -> Any:
+    def _evaluate(self, client: redis.Redis, command: Command) -> Any:
         try:
             try:
-                return self.redis.execute_command(*command)
+                return client.execute_command(*command)
             except NoScriptError:
-                self._load_scripts()
-                return self.redis.execute_command(*command)
+                self._load_scripts(client)
+                return client.execute_command(*command)
         except ResponseError as error:
             raise _as_full(error) from None
 
-    def _load_scripts(self) -> None:
+    def _load_scripts(self, client: redis.Redis) -> None:
         """Loads every script, after informing the ledger if the server was restarted.
 
         A restarted server knows no scripts, so whoever calls it first comes through here, and deadlines
         are moved on before any script can judge one. Everything is sent on one connection, hence to one
         start of the server.
         """
-        pipeline = self.redis.pipeline(transaction=False)
+        pipeline = client.pipeline(transaction=False)
         pipeline.execute_command(
             "EVAL", script_source("server_started"), 1, self._prefix, "loader", 0
         )
@@ -337,7 +358,8 @@ def readable_error(error: Exception, address: str = "Redis") -> Exception:
             f"Redis at {address} doesn't permit a command to this user ({text}): docs/redis.md has the "
             f"ACL rule that a run needs"
         )
-    return StoreError(f"Redis at {address} answered with an error: {text}")
+    kind = FullError if isinstance(error, OutOfMemoryError) else StoreError
+    return kind(f"Redis at {address} answered with an error: {text}")
 
 
 def _as_full(error: ResponseError) -> ResponseError:
@@ -345,11 +367,25 @@ def _as_full(error: ResponseError) -> ResponseError:
     return OutOfMemoryError(str(error)) if ": -OOM " in str(error) else error
 
 
-def _disk_is_full(error: ResponseError) -> bool:
-    """Whether Redis refuses writes because it can't keep its own; a script's error may wrap this."""
+def _disk_is_full(error: Exception) -> bool:
+    """Whether Redis refuses writes because it can't keep its own."""
+    return _says(error, "MISCONF")
+
+
+def _is_away(answer: object) -> bool:
+    """Whether an answer says that Redis takes no commands, or no writes, for a while: another client's script keeps
+    it busy, or a hosted server fails over."""
+    return isinstance(answer, ReadOnlyError | MasterDownError) or (
+        isinstance(answer, ResponseError) and _says(answer, "BUSY", "READONLY", "MASTERDOWN")
+    )
+
+
+def _says(error: Exception, *words: str) -> bool:
+    """Whether an error begins with one of these words; a script's or a pipeline's error may wrap this."""
     text = str(error)
-    return text.startswith("MISCONF ") or (
-        not text.startswith("REFUSED ") and (": -MISCONF " in text or ": MISCONF " in text)
+    return not text.startswith("REFUSED ") and any(
+        text.startswith(f"{word} ") or f": -{word} " in text or f": {word} " in text
+        for word in words
     )
 
 

@@ -28,6 +28,7 @@ from ..common.errors import StoreError
 from ..common.plain import damaged, read_json
 from ..common.records import ExpertTrace, FinishReason, Group, Sample, Verdict
 from ..common.seeds import keyed_seed
+from .connection import readable_error
 from .ledger_records import WAY_OUT
 from .store import RunStore
 
@@ -110,12 +111,16 @@ class Experience:
         }
 
     def learn(self, step: int, groups: Sequence[Group], begins_at: float) -> None:
-        """Takes in a step's groups; to do so again changes nothing.
+        """Takes in a step's groups; to do so again changes nothing, except that it stores what a full Redis had no
+        memory for.
 
         Args:
             step: the step's number.
             groups: its groups.
             begins_at: share of right samples in a step from which on successes come back.
+
+        Raises:
+            FullError: Redis is full, which is told at once: it may be the caller who has to free memory.
         """
         if not groups:
             return
@@ -152,7 +157,11 @@ class Experience:
         # The traces first: what is named can be read.
         self._runs.put_traces(traces)
         if fields:
-            self._runs.store.call("hset", self._key, mapping=fields)
+            store = self._runs.store
+            flat = [word for field in fields.items() for word in field]
+            (answer,) = store.batch([("HSET", self._key, *flat)])
+            if isinstance(answer, Exception):
+                raise readable_error(answer, store.address)
 
     def there(self, names: Iterable[str]) -> set[str]:
         """Those of some traces that Redis holds."""

@@ -40,7 +40,7 @@ def make_client(join: JoinInfo, *, timeout: float, name: str = "") -> redis.Redi
     """A client that repeats nothing by itself.
 
     Args:
-        timeout: seconds for an answer.
+        timeout: seconds for an answer, and for a connection, which has 5 at most.
         name: name of the connections, for ``CLIENT LIST``.
 
     Raises:
@@ -60,7 +60,7 @@ def make_client(join: JoinInfo, *, timeout: float, name: str = "") -> redis.Redi
         password=join.password,
         protocol=2,
         decode_responses=False,
-        socket_connect_timeout=5.0,
+        socket_connect_timeout=min(5.0, timeout),
         socket_timeout=timeout,
         socket_keepalive=True,
         health_check_interval=0,

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that every role takes."""
     add_run(parser)
     parser.add_argument(
-        "--name", metavar="ID", help="member id (default: role, host and process id)"
+        "--name", metavar="ID", help="member id (default: role, host, process id and a random part)"
     )
 
 
@@ -126,12 +126,13 @@ def run_role(
     from ...common.errors import OutOfMemoryError
     from ...common.memory import telling_parts
     from ...common.telemetry import start_log
+    from ...replay.hosts import new_member
     from ..plan.advice import advice
     from ..run.processes.parts import THREAD_VARIABLES
 
     disk.keep_streams()
     join, folder = locate(arguments)
-    name = arguments.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
+    name = arguments.name or new_member(f"{role}-{socket.gethostname()}-{os.getpid()}")
     store, config = joined(join, name)
     store.close()
     start_log(role, config.log.level)

@@ -7,6 +7,7 @@ neither Redis nor the run's own evaluations wait for the whole.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -84,7 +85,7 @@ class _Fleet:
     ) -> None:
         """Makes one cell's samples."""
         benchmark = prepared.benchmark(cell.name)
-        _, own, held_out = prepared.cells[cell.name]
+        _, config, held_out = prepared.cells[cell.name]
         # Whoever holds the folder is alone with these jobs; a killed command may have left some.
         where = f"{socket.gethostname()} {folder.cell(cell.name).absolute()}"
         mark = f"{JOB}{xxhash.xxh3_64_hexdigest(where.encode())}"
@@ -93,7 +94,9 @@ class _Fleet:
                 self._runs.forget_job(id_)
         self._runs.put_eval_set(mark, benchmark.problems)
         chunks = [places[i : i + JOB_SAMPLES] for i in range(0, len(places), JOB_SAMPLES)]
-        waiting = {f"{mark}/{number}": chunk for number, chunk in enumerate(chunks)}
+        # A worker may still be at a job of the killed command: what it leaves is no answer to one of these.
+        own = f"{mark}/{secrets.token_hex(4)}"
+        waiting = {f"{own}/{number}": chunk for number, chunk in enumerate(chunks)}
         opened: list[str] = []
         try:
             with Samples(folder, cell.name).adding(0, progress) as add:
@@ -104,7 +107,7 @@ class _Fleet:
                         job = EvaluationJob(
                             cell=cell,
                             wanted=tuple(waiting.pop(id_)),
-                            reward=own.reward.model_dump(mode="json"),
+                            reward=config.reward.model_dump(mode="json"),
                             token_ids=prepared.plan.token_ids,
                             subject=held_out.subject,
                             level=held_out.level,

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ...common.config import Config
-from ...common.errors import DataError, StoreError
+from ...common.errors import DataError, FullError, StoreError
 from ...common.models import read_model_config
 from ...common.objectives.experts import ExGrpo
 from ...common.records import ExpertTrace, Group
@@ -155,6 +155,7 @@ class LedgerSource(BatchSource):
         self._traces = TraceCache(runs)
         self._experience = Experience(runs)
         self._replays_from = replays_from
+        self._told_full = False
         self._bytes: dict[int, int] = {}  # of the samples of each step that was taken
         settings = ledger.settings
         groups = (settings.passes or 0) * ledger.order.pass_length
@@ -200,10 +201,21 @@ class LedgerSource(BatchSource):
                 for group, entry in zip(fetched, row.ids, strict=True)
             ]
             if self._replays_from is not None:
-                self._experience.learn(row.step, fetched, self._replays_from)
+                self._learn(row.step, fetched, self._replays_from)
         return StepBatch(
             step=row.step, row=row.to_dict(), groups=groups, quarantined=bool(row.quarantined)
         )
+
+    def _learn(self, step: int, groups: Sequence[Group], replays_from: float) -> None:
+        """Keeps the step's successes, unless Redis is full: the checkpoint that frees memory comes after the step."""
+        try:
+            self._experience.learn(step, groups, replays_from)
+        except FullError as error:
+            if not self._told_full:
+                log.warning(f"past successes can't be kept while Redis is full: {error}")
+            self._told_full = True
+        else:
+            self._told_full = False
 
     def _read(self, names: Sequence[str]) -> dict[str, ExpertTrace]:
         """Traces by id. Of own successes some may be lacking, if Redis lost its last second: the data don't have

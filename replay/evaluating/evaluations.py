@@ -196,7 +196,10 @@ class EvaluationStore:
         return bool(answer)
 
     def finish_evaluation(self, id_: str, result: EvaluationResult) -> bool:
-        """Stores the result unless there is one already; returns whether it was stored."""
+        """Stores the result unless there is one already; returns whether it was stored.
+
+        A job that was forgotten meanwhile has none, and the samples that came for it are dropped.
+        """
         return bool(self.store.script("finish_evaluation", id_, as_json(result)))
 
     def evaluation(self, id_: str) -> EvaluationResult | None:
@@ -267,7 +270,7 @@ class EvaluationStore:
         return [name for name in found if name.startswith(JOB)]
 
     def forget_job(self, id_: str) -> None:
-        """Removes a job with its samples, whether it is done or not."""
+        """Removes a job with its samples, whether it is done or not; a worker may still be at it."""
 
         def forget() -> None:
             pipeline = self.store.redis.pipeline(transaction=True)

@@ -328,7 +328,8 @@ def why_not_retried(*, ended: str | None, steps: int, journalled: int, last_is_s
 
     Args:
         ended: why the run was ended, if it was.
-        last_is_short: the newest row is the short one that ends a run of passes.
+        last_is_short: the newest row is the short one that ends a run of passes, and no group is left
+            for a later one, as there would be once the run has more passes.
     """
     if ended is not None:
         return ended

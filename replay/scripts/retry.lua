@@ -10,7 +10,7 @@ for i = 3, #ARGV do wrong = wrong or whole(i, 'serial', 0, MOST_SERIAL) end
 if wrong then return wrong end
 local given = first_answer()
 if given then return given end
-local m, missing = meta('cursor', 'journalled', 'steps', 'ended')
+local m, missing = meta('cursor', 'journalled', 'steps', 'total_groups', 'ended')
 if not m then return missing end
 
 local over = m.ended
@@ -19,7 +19,12 @@ if not over and m.steps > 0 and m.journalled >= m.steps then
 elseif not over and m.journalled > 0 then
   local last = redis.call('hget', key('rows'), m.journalled)
   if last and cjson.decode(last).short then
-    over = 'its last row, ' .. m.journalled .. ', is written'
+    -- Unless the run has been given more passes since.
+    local more = m.cursor < m.total_groups
+    for _, set in ipairs({'leased', 'returned', 'graded'}) do
+      more = more or redis.call('zcard', key(set)) > 0
+    end
+    if not more then over = 'its last row, ' .. m.journalled .. ', is written' end
   end
 end
 if over then return answer(cjson.encode({over = over})) end

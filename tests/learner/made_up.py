@@ -284,6 +284,7 @@ class Run:
 
     def work(self) -> None:
         """Starts to lease, answer and commit, as fast as it is admitted."""
+        self._done.clear()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -335,9 +336,13 @@ class Run:
             trace_ids=traces,
         )
 
-    def close(self) -> None:
-        """Ends the worker and the connection."""
+    def rest(self) -> None:
+        """Ends the worker."""
         self._done.set()
         if self._thread is not None:
             self._thread.join(timeout=10)
+
+    def close(self) -> None:
+        """Ends the worker and the connection."""
+        self.rest()
         self.store.close()

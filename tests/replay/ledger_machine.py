@@ -158,7 +158,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """So that each history begins with the same server, whatever one did before it."""
         digests = map(connection.script_digest, connection.script_names())
         if not all(self.client.script_exists(*digests)):
-            self.store()._load_scripts()
+            self.store()._load_scripts(self.client)
 
     def note(self, name: str, command: Command, answer: Any) -> None:
         if self.twice:

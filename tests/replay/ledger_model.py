@@ -488,11 +488,12 @@ class LedgerModel:
 
     def retry(self, serials: list[int]) -> list[int]:
         last = self.rows.get(self.journalled)
+        more = self.cursor < self.limits.total_groups or self.live
         why = rules.why_not_retried(
             ended=self.ended,
             steps=self.limits.steps,
             journalled=self.journalled,
-            last_is_short=last is not None and last["short"],
+            last_is_short=last is not None and last["short"] and not more,
         )
         if why:
             raise Refused("takes no more groups")

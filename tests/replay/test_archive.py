@@ -135,13 +135,9 @@ def test_what_is_written_is_read_again(seed: int, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
 
 
-def test_an_archive_from_before_tokens_had_rewards_and_samples_episodes_is_read(
-    tmp_path: Path,
-) -> None:
-    noise = Random(1)
-    groups = [archived(noise, 1, place) for place in range(5)]
-    archive.write(tmp_path / "a.parquet", groups)
-    table = pq.read_table(tmp_path / "a.parquet")
+def as_before(path: Path, to: Path) -> None:
+    """Writes a file as it was before tokens had rewards and samples episodes."""
+    table = pq.read_table(path)
     for name in ("samples", "replaced"):
         column = table[name].combine_chunks()
         inner = column.values
@@ -151,7 +147,16 @@ def test_an_archive_from_before_tokens_had_rewards_and_samples_episodes_is_read(
         inner = pa.StructArray.from_arrays([inner.field(one) for one in kept], kept)
         column = pa.ListArray.from_arrays(column.offsets, inner)
         table = table.set_column(table.column_names.index(name), name, column)
-    pq.write_table(table, tmp_path / "old.parquet")
+    pq.write_table(table, to)
+
+
+def test_an_archive_from_before_tokens_had_rewards_and_samples_episodes_is_read(
+    tmp_path: Path,
+) -> None:
+    noise = Random(1)
+    groups = [archived(noise, 1, place) for place in range(5)]
+    archive.write(tmp_path / "a.parquet", groups)
+    as_before(tmp_path / "a.parquet", tmp_path / "old.parquet")
     samples = [s for one in groups for s in (*one.group.samples, *one.replaced)]
     found = [
         s
@@ -162,6 +167,25 @@ def test_an_archive_from_before_tokens_had_rewards_and_samples_episodes_is_read(
     assert any(one.episode is not None for one in samples)
     bare = [msgspec.structs.replace(one, token_rewards=None, episode=None) for one in samples]
     assert list(map(wire.encode, found)) == list(map(wire.encode, bare))
+
+
+def test_files_of_two_versions_are_joined(tmp_path: Path) -> None:
+    noise = Random(2)
+    whole = [archived(noise, step, place) for step in range(1, 7) for place in range(3)]
+    files = []
+    for step in range(1, 7):
+        path = tmp_path / archive.file_name(step)
+        archive.write(path, [one for one in whole if one.step == step])
+        if step in (1, 2, 5):
+            as_before(path, path)
+        files.append(path)
+    groups, number = archive.join(files, tmp_path / "out")
+    joined = sorted((tmp_path / "out").iterdir())
+    assert (groups, number) == (18, len(joined))
+    assert [one.step for one in archive.steps(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
+    found = [one for path in joined for one in archive.read(path)]
+    before = [one for path in files for one in archive.read(path)]
+    assert list(map(as_bytes, found)) == list(map(as_bytes, before))
 
 
 def test_other_files_and_newer_versions_are_refused(tmp_path: Path) -> None:

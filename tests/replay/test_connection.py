@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +16,9 @@ import redis
 from msgspec.structs import replace
 
 from tandem.common.errors import StoreError
+from tandem.replay import connection
 from tandem.replay.connection import Store, connect, script_names, script_source
+from tandem.replay.store import RunStore
 
 
 def test_a_wrong_password_is_told_at_once_and_not_shown(server: Any):
@@ -143,6 +149,29 @@ def test_a_call_gives_up_at_its_deadline_and_says_how_to_go_on(own_server: Any):
     store.close()
 
 
+def test_a_server_that_hangs_holds_nobody_much_longer_than_a_short_deadline(own_server: Any):
+    store = connect(own_server.join())
+    runs = RunStore(store)
+    assert runs.state(0.5) == "running"
+    waits = [
+        lambda: runs.state(0.5),
+        lambda: store.script("append", "things", "x", 10, deadline=0.5),
+        lambda: store.batch([("PING",)], deadline=0.5),
+    ]
+    os.kill(own_server.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        for wait in waits:
+            with pytest.raises(StoreError, match=r"didn't answer .*Timeout"):
+                wait()
+        # A command without a short deadline waits for half a minute before it asks anew.
+        assert time.monotonic() - began < connection.SOCKET_TIMEOUT
+    finally:
+        os.kill(own_server.process.pid, signal.SIGCONT)
+    store.script("append", "things", "x", 10, deadline=0.5)
+    store.close()
+
+
 def test_the_client_library_does_not_try_again_by_itself(store: Store):
     # Only Store.script repeats calls, with their request number.
     hung_up: list[int] = []
@@ -215,4 +244,91 @@ def test_hints_come_again_after_the_server_was_restarted(own_server: Any):
     else:
         pytest.fail("no hint came after the restart")
     hints.close()
+    store.close()
+
+
+def append_by_script(store: Store) -> None:
+    store.script("append", "things", "x", 10)
+
+
+def append_by_call(store: Store) -> None:
+    store.call("rpush", store.key("things"), "x")
+
+
+def append_by_batch(store: Store) -> None:
+    assert store.batch([store.command("append", "things", "x", 10)]) == [1]
+
+
+APPEND = [append_by_script, append_by_call, append_by_batch]
+
+
+@contextmanager
+def busy(server: Any) -> Iterator[Callable[[], None]]:
+    """Another application's script keeps the server busy, until the function that this gives is called."""
+    admin, other = server.client(), server.client()
+    admin.config_set("lua-time-limit", 20)
+
+    def run() -> None:
+        with pytest.raises(redis.ResponseError):
+            other.eval("while true do redis.call('ping') end", 0)
+
+    def end() -> None:
+        admin.script_kill()
+        thread.join(10)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for _ in range(2000):
+            try:
+                admin.ping()
+            except redis.ResponseError:
+                break
+            time.sleep(0.01)
+        yield end
+    finally:
+        if thread.is_alive():
+            end()
+        admin.close()
+        other.close()
+
+
+@pytest.mark.parametrize("append", APPEND)
+def test_a_server_that_is_busy_with_a_script_of_others_is_waited_for(
+    own_server: Any, append: Callable[[Store], None]
+) -> None:
+    store = connect(own_server.join())
+    with busy(own_server) as end:
+        with pytest.raises(StoreError, match=r"didn't answer .*BUSY"):
+            store.script("append", "things", "x", 10, deadline=0.2)
+        ender = threading.Timer(0.2, end)
+        ender.start()
+        append(store)
+        ender.join()
+    assert store.redis.lrange(store.key("things"), 0, -1) == [b"x"]
+    store.close()
+
+
+def test_connecting_waits_for_a_server_that_is_busy_with_a_script_of_others(
+    own_server: Any,
+) -> None:
+    with busy(own_server) as end:
+        ender = threading.Timer(0.2, end)
+        ender.start()
+        connect(own_server.join(), name="test").close()
+        ender.join()
+
+
+@pytest.mark.parametrize("append", APPEND)
+def test_a_server_that_fails_over_is_waited_for(
+    own_server: Any, append: Callable[[Store], None]
+) -> None:
+    store = connect(own_server.join())
+    append(store)
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        store.redis.replicaof("127.0.0.1", master.getsockname()[1])
+        ender = threading.Timer(0.2, own_server.client().replicaof, ["NO", "ONE"])
+        ender.start()
+        append(store)
+        ender.join()
     store.close()

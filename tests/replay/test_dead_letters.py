@@ -134,6 +134,22 @@ def test_several_keep_the_order_in_which_they_were_put_back(world: Worlds):
     assert places[b"0"] == rules.place_behind(4, [3, expected])
 
 
+@pytest.mark.parametrize("leased", [0, 4])
+def test_a_run_of_passes_that_is_given_more_of_them_takes_them_back(world: Worlds, leased: int):
+    w = world(sources=(("a", 4, 1),), steps=None, passes=1, max_attempts=1, max_staleness=9)
+    dead, *others = w.lease(count=4)
+    given_up(w, dead)
+    w.commit(others)
+    assert not w.ledger.take(1, w.term).short
+    assert w.ledger.take(2, w.term).short
+    with pytest.raises(StoreError, match="its last row, 2, is written"):
+        retry(w.ledger, ["0-0"])
+    w.ledger.create({**{n: getattr(w.settings, n) for n in w.settings.__slots__}, "passes": 2})
+    later = w.lease(held=2, count=leased) if leased else []
+    assert len(later) == leased
+    assert retry(w.ledger, ["0-0"]).returned == ("0-0",)
+
+
 def test_what_is_no_dead_letter_is_refused_with_the_reason(world: Worlds):
     w = world(max_attempts=1, groups_per_step=1)
     w.step(1)

@@ -121,6 +121,7 @@ def test_an_evaluation_whose_result_is_there_is_not_asked_for_again(world: World
         seconds=1.0,
         member="rollout-0",
     )
+    run.request_evaluation(EvaluationRequest(id="h@1", set_name="h", step=1), 1)
     run.finish_evaluation("h@1", result)
     run.request_evaluation(EvaluationRequest(id="h@1", set_name="h", step=1), 1)
     assert run.open_evaluations() == []

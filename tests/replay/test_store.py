@@ -243,16 +243,28 @@ def test_an_older_learner_asks_for_no_evaluation(world: Any):
     assert run.open_evaluations() == []
 
 
+def test_of_a_job_that_was_forgotten_while_a_worker_was_at_it_nothing_is_kept(run: RunStore):
+    run.request_evaluation(request("job:x/0", 0), 1)
+    assert run.claim_evaluation("rollout-0", Version(term=1, step=0)) is not None
+    run.forget_job("job:x/0")
+    run.put_samples("job:x/0", [])
+    assert not run.finish_evaluation("job:x/0", result("job:x/0", 0))
+    for name in ("evaluation_results", "evaluation_samples"):
+        assert run.store.redis.hkeys(run.store.key(name)) == []
+
+
 def test_a_result_with_figures_by_source_is_read_back(run: RunStore):
     figures = {"samples": 4, "pass_rate": 0.75, "version": "2.5"}
     by_source = {"accuracy_by_source": {"a/b": 0.5}, "pass_by_source": {"a/b": 1.0}}
     made = result("e", 5, **figures, **by_source, problems_by_source={"a/b": 2})
+    run.request_evaluation(request("e", 5), 1)
     run.finish_evaluation("e", made)
     assert run.evaluation("e") == made
 
 
 def test_results_are_listed_by_step(run: RunStore):
     for step in (50, 0, 100):
+        run.request_evaluation(request(f"e{step}", step), 1)
         run.finish_evaluation(f"e{step}", result(f"e{step}", step))
     assert [r.step for r in run.evaluations()] == [0, 50, 100]
     assert run.evaluation("other") is None

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import structs
 
+from tandem.common.errors import StoreError
+from tandem.common.run_folder import JoinInfo
 from tandem.launch.commands import roles
+from tandem.launch.commands.options import joined
 from tandem.launch.plan import hardware
 from tandem.launch.run.opened.presets import load
 
@@ -61,6 +71,32 @@ def test_a_role_has_as_many_threads_as_if_the_launcher_had_started_it(
     monkeypatch.setattr(hardware, "usable_cores", lambda: 3)
     config = load("miniature").resolve(["launch.gpus=none", *words])
     assert roles._threads(role, config) == threads
+
+
+def test_two_processes_with_one_host_name_and_process_id_are_two_members(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in containers that share their host's name."""
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, getattr(sys, stream))
+    file = tmp_path / "join.json"
+    file.write_bytes(json.dumps(structs.asdict(server.join())).encode())
+    names: list[str] = []
+
+    def told(join: JoinInfo, name: str) -> Any:
+        names.append(name)
+        return joined(join, name)
+
+    monkeypatch.setattr(roles, "joined", told)
+    for given in (None, None, "mine"):
+        asked = argparse.Namespace(run=None, join=str(file), name=given)
+        # There is nothing to join, which is found out under the member's name.
+        with pytest.raises(StoreError, match="holds no config of run"):
+            roles.run_role("rollout", asked)
+    here = f"rollout-{socket.gethostname()}-{os.getpid()}"
+    assert all(name.startswith(here) for name in names[:2])
+    assert names[0] != names[1]
+    assert names[2] == "mine"
 
 
 LOADS = """

@@ -231,3 +231,34 @@ def test_a_full_redis_advises_no_checkpoint_where_quarantined_samples_fill_it(
     assert "the samples of 1 quarantined step(s)" in said
     assert "raise replay.maxmemory_mb" in said
     assert "checkpoint" not in said
+
+
+def test_a_full_redis_keeps_no_successes_which_is_told_once_and_ends_no_step(
+    own_server: Any, made_up: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = made_up.Run(own_server.join(), made_up.config_of(), tmp_path / "run")
+    term = run.ledger.new_term()
+    source = LedgerSource(run.ledger, run.runs, replays_from=0.0)
+    run.work()
+    fetch = source.take(1, term)
+    while isinstance(fetch, Waiting):
+        fetch = source.take(1, term)
+    run.rest()
+    store = run.store
+    store.redis.config_set("maxmemory", 1)
+    for _ in range(2):
+        assert [mixed.group.group_id for mixed in fetch().groups] == ["0-0", "0-1"]
+    assert caplog.text.count("past successes can't be kept while Redis is full") == 1
+    assert store.redis.exists(store.key("experience")) == 0
+    source.confirm(1, term)
+    source.durable(1, term)
+    assert run.ledger.open_steps() == []
+    # Another step's are kept, once there is memory.
+    store.redis.config_set("maxmemory", 0)
+    run.work()
+    fetch = source.take(2, term)
+    while isinstance(fetch, Waiting):
+        fetch = source.take(2, term)
+    fetch()
+    assert store.redis.hget(store.key("experience"), "") == b"2"
+    run.close()
