@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,12 @@ def _single(name: str) -> list[str]:
 def entries(given: Any) -> Any:
     """The value of ``data.evaluate`` with known sets in the place of their names.
 
+    A mapping with a known name and no ``path`` is that set with these settings; one with the name of a list gives
+    them to each of its sets.
+
+    >>> [(one["name"], one["samples"]) for one in entries([{"name": "aime24", "samples": 32}])]
+    [('aime24', 32)]
+
     Raises:
         ValueError: as :func:`named` does.
     """
@@ -102,4 +108,13 @@ def entries(given: Any) -> Any:
         given = [given]
     if not isinstance(given, list | tuple):
         return given
-    return [entry for one in given for entry in (named(one) if isinstance(one, str) else [one])]
+    return [entry for one in given for entry in _entry(one)]
+
+
+def _entry(given: Any) -> list[Any]:
+    if isinstance(given, str):
+        return named(given)
+    if not isinstance(given, Mapping) or "path" in given or not isinstance(given.get("name"), str):
+        return [given]
+    own = {key: value for key, value in given.items() if key != "name"}
+    return [{**entry, **own} for entry in named(given["name"])]

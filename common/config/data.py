@@ -11,6 +11,9 @@ from pydantic import Field, field_validator, model_validator
 from .. import evaluation_sets, templates
 from .section import Below1, NonNegative, Positive, Section
 
+FILE = "file:"
+"""What a text begins with that is in a file."""
+
 
 class PairsConfig(Section):
     """Which right and which wrong samples of an archive's problem become a chosen and a rejected response."""
@@ -112,7 +115,8 @@ class DataConfig(Section):
     train: tuple[SourceConfig, ...] = ()
     """Sources of problems, mixed by ``weight``, each in its own seeded permutation."""
     evaluate: tuple[EvalSetConfig, ...] = ()
-    """Held-out sets; a known one may be given by its name (``tandem/common/evaluation_sets.yaml``)."""
+    """Held-out sets; a known one may be given by its name (``tandem/common/evaluation_sets.yaml``), or by its name and
+    settings of its own."""
     archive: str | None = None
     """Folder of an archive (``tandem archive``, or a run's ``archive/``) whose groups are trained on instead
     of single traces, with ``learner.source=offline``: its steps in order, again and again if there are more."""
@@ -130,7 +134,8 @@ class DataConfig(Section):
     ``qwen``, ``simplerl``, ``prime``, ``r1_zero``, ``alpaca``, ``question_only``, or the path of a text file
     with one ``{question}``. All but the first two leave out the rows' system messages."""
     system_prompt: str | None = None
-    """A system prompt for rows that have none of their own."""
+    """A system prompt for rows that have none of their own. ``file:PATH`` stands for the text of a file without the
+    line break at its end."""
     remove_system: bool = False
     """Leave out the rows' own system messages."""
     prefill: str = ""
@@ -174,6 +179,25 @@ class DataConfig(Section):
         rest = {name: value for name, value in given.items() if name != "bad_golds"}
         bad_rows = "refuse" if given["bad_golds"] == "refuse" else "leave_out"
         return {"bad_rows": bad_rows, **rest}
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _of_file(cls, given: str | None) -> str | None:
+        """Puts a file's text in the place of its name, since other hosts and later commands may not have the file."""
+        if given is None or not given.startswith(FILE):
+            return given
+        name = given.removeprefix(FILE)
+        try:
+            with open(Path(name).expanduser(), encoding="utf-8", newline="") as file:
+                text = file.read(templates.MAX_CHARACTERS + 1)
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it isn't UTF-8"
+            raise ValueError(f"the file {name} can't be read: {why}") from None
+        if len(text) > templates.MAX_CHARACTERS:
+            raise ValueError(f"{name} has more than {templates.MAX_CHARACTERS:,} characters")
+        if text.startswith(FILE):
+            raise ValueError(f"{name} begins with {FILE}, which would name another file")
+        return text.removesuffix("\n").removesuffix("\r")
 
     @field_validator("evaluate", mode="before")
     @classmethod

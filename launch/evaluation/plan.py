@@ -81,7 +81,7 @@ def benchmark(
     """
     try:
         if not isinstance(given, str):
-            entries = [given]
+            entries = evaluation_sets.entries([given])
         elif given in evaluation_sets.names():
             entries = evaluation_sets.named(given)
         else:

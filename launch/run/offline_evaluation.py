@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ def evaluate(
     known: Sequence[dict[str, Any]],
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Computes the results that the config asks for and that aren't known yet.
+    """Computes the results of every held-out set that the config asks for and that aren't known yet.
 
     What an earlier command has computed with these settings, before it was stopped, stays.
 
@@ -47,28 +48,31 @@ def evaluate(
     settings, sets = config.evaluate, config.data.evaluate
     if not sets:
         return []
-    name = sets[0].name
-    done = {one["step"] for one in known if one["set_name"] == name}
     wanted = []
-    if settings.at_start and 0 not in done:
-        wanted.append(("before", config.model.path, 0))
-    if settings.at_end and last_step not in done:
-        wanted.append(("after", str(folder.model), last_step))
+    for when, model, step in (
+        *([("before", config.model.path, 0)] if settings.at_start else []),
+        *([("after", str(folder.model), last_step)] if settings.at_end else []),
+    ):
+        done = {one["set_name"] for one in known if one["step"] == step}
+        wanted += [(when, model, step, one.name) for one in sets if one.name not in done]
     if not wanted:
         return []
-    say(f"evaluating on {name}")
+    say(f"evaluating on {', '.join(dict.fromkeys(name for *_, name in wanted))}")
     results = []
     # One after the other: an engine takes the memory of its GPUs for itself.
-    for when, model, step in wanted:
-        out = folder.logs / f"evaluate-{when}-{_digest(config, step)}.json"
+    for when, model, step, name in wanted:
+        # The first set's files have the names that they had when it was the only one that was evaluated.
+        own = "" if name == sets[0].name else f"-{name}"
+        process = f"evaluate-{when}{re.sub(r'[^a-zA-Z0-9_.+-]+', '-', own)[:40]}"
+        out = folder.logs / f"{process}-{_digest(config, step, own)}.json"
         if not out.exists():
             spec = ProcessSpec(
-                name=f"evaluate-{when}",
+                name=process,
                 arguments=(
                     *("evaluate", "--run", str(folder.path), "--model", model),
                     *("--set", name, "--out", str(out)),
                 ),
-                log=folder.logs / f"evaluate-{when}.log",
+                log=folder.logs / f"{process}.log",
                 threads=config.rollout.threads,
                 environment=environment(placement),
             )
@@ -84,11 +88,17 @@ def evaluate(
     return results
 
 
-def _digest(config: Config, step: int) -> str:
-    """Tells a result from those of other settings, and of other steps of the run."""
+def _digest(config: Config, step: int, name: str) -> str:
+    """Tells a result from those of other settings, steps of the run and sets.
+
+    Args:
+        config: the run's config.
+        step: of the model.
+        name: of the set; empty for the first one.
+    """
     sections = {"model", "data", "rollout", "evaluate", "reward", "environments"}
     told = config.model_dump_json(include=sections)
-    return xxhash.xxh3_64_hexdigest(f"{step} {config.run.seed} {told}".encode())[:8]
+    return xxhash.xxh3_64_hexdigest(f"{step} {config.run.seed} {told}{name}".encode())[:8]
 
 
 def environment(placement: Placement) -> Mapping[str, str]:

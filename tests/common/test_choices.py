@@ -134,7 +134,7 @@ def test_offline_an_objective_of_your_own_is_tried():
 def test_several_updates_of_a_step_need_a_ratio(name: str):
     with pytest.raises(ConfigError, match=r"set learner\.minibatches=1"):
         build(named(name), FRESH, "learner.minibatches=2")
-    with pytest.raises(ConfigError, match=r"set learner\.update_epochs=1, or choose"):
+    with pytest.raises(ConfigError, match=r"set learner\.update_epochs=1, choose"):
         build(named(name), FRESH, "learner.update_epochs=2")
     with pytest.raises(
         ConfigError, match=r"makes? 6 updates .*minibatches=1 and learner\.update_e"
@@ -142,6 +142,13 @@ def test_several_updates_of_a_step_need_a_ratio(name: str):
         build(named(name), FRESH, "learner.minibatches=2", "learner.update_epochs=3")
     build(named(name), FRESH)
     build("learner.minibatches=2", "learner.update_epochs=3")
+
+
+def test_the_plain_gradient_of_several_updates_is_named_and_may_be_started():
+    with pytest.raises(ConfigError, match=r"cispo with .*clip_low=1e-6 and clip_high=1e-6"):
+        build(named("reinforce_baseline"), FRESH, "learner.minibatches=4")
+    plain = ("learner.objective.clip_low=1e-6", "learner.objective.clip_high=1e-6")
+    assert start(named("cispo"), FRESH, *plain, "learner.minibatches=4") is None
 
 
 def test_a_bound_of_the_kl_needs_updates_that_it_can_leave_out():

@@ -327,8 +327,9 @@ def test_a_prefix_that_nothing_would_be_cut_for_is_refused(overrides, way_out):
         (["aime24", {"path": "a", "name": "own"}], ["aime24", "own"]),
         (
             "luffy-math",
-            ["aime24", "aime25", "amc23", "math-500", "minerva", "olympiad-bench"],
+            ["aime24", "aime25", "amc23", "math-500", "minerva", "olympiad-bench-675"],
         ),
+        ([{"name": "luffy-other", "limit": 5}], ["arc-c", "gpqa-diamond", "mmlu-pro"]),
     ],
 )
 def test_evaluation_sets_may_be_named(given: Any, names: list[str]):
@@ -345,6 +346,32 @@ def test_items_of_a_named_evaluation_set_are_named_by_index(given: Any):
     assert (found.name, found.limit) == ("gsm8k", 5)
     (found,) = c.build(TREE, ["data.evaluate=gsm8k", "data.evaluate.0.limit=5"]).data.evaluate
     assert (found.name, found.limit) == ("gsm8k", 5)
+
+
+def test_a_named_evaluation_set_may_have_settings_of_its_own():
+    given = ["math-500", {"name": "aime24", "samples": 32, "temperature": 0.6}]
+    config = build(data={"train": [{"path": "a"}], "evaluate": given})
+    plain = build(data={"train": [{"path": "a"}], "evaluate": ["math-500", "aime24"]})
+    assert config.data.evaluate[0] == plain.data.evaluate[0]
+    own = {"samples": 32, "temperature": 0.6}
+    assert config.data.evaluate[1] == plain.data.evaluate[1].model_copy(update=own)
+    with pytest.raises(ConfigError, match=r"no evaluation set 'aime2' \(did you mean aime2"):
+        build(data={"train": [{"path": "a"}], "evaluate": [{"name": "aime2", "samples": 32}]})
+
+
+def test_a_system_prompt_may_be_a_file_whose_text_the_config_then_holds(tmp_path: Path):
+    file = tmp_path / "system.txt"
+    file.write_bytes(b"Think: first,\r\nthen answer: once.\n")
+    config = build(f"data.system_prompt=file:{file}")
+    assert config.data.system_prompt == "Think: first,\r\nthen answer: once."
+    file.unlink()
+    assert c.read_config(c.to_yaml(config)) == config
+    with pytest.raises(ConfigError, match=r"system\.txt can't be read: No such file"):
+        build(f"data.system_prompt=file:{file}")
+    for content, said in ((b"file:a", "begins with file:"), (b"\xff", "isn't UTF-8")):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=said):
+            build(f"data.system_prompt=file:{file}")
 
 
 def test_an_unknown_evaluation_set_names_the_nearest():

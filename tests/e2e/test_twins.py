@@ -23,6 +23,8 @@ PRESETS = [name for name in names() if not name.startswith("miniature")]
 STAGED = [name for name in PRESETS if load(name).stages]
 SAMPLED = "qwen2.5-math-1.5b-expert-iteration-sample-2gpu"
 AGAIN = "qwen2.5-math-1.5b-expert-iteration-sft-1gpu"
+COUNTDOWN = "qwen2.5-7b-countdown-lora-1gpu"
+"""Pays for tags and equations alone, and the miniature writes neither: its twin pays for right answers."""
 
 
 def overrides(name: str) -> list[str]:
@@ -33,6 +35,8 @@ def overrides(name: str) -> list[str]:
         given.append("data.train=[{path: pairs.jsonl}]")
     if config.data.pack_tokens is not None:
         given.append("data.pack_tokens=32")
+    if name == COUNTDOWN:
+        given.append("reward.components=[{name: accuracy}]")
     if name == SAMPLED:
         given.append("run.dir=sampled")
     if name == AGAIN:
@@ -111,7 +115,8 @@ def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
         assert getattr(used.learner, key) == getattr(preset.learner, key)
     assert used.expert.per_group == preset.expert.per_group
     assert used.replay.max_staleness == preset.replay.max_staleness
-    assert used.reward.components == preset.reward.components
+    if name != COUNTDOWN:
+        assert used.reward.components == preset.reward.components
     if not used.learner.train:
         assert next(iter(steps_of(folder / "archive")), None) is not None
         return
@@ -134,10 +139,12 @@ def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
 def test_a_presets_stages_train_the_miniature_one_after_another(name: str, here: Path) -> None:
     preset = load(f"{name}+miniature-twin")
     given = ["rounds=2", f"sft.run.steps={STEPS}"] if preset.rounds > 1 else []
+    if name == "llama3-8b-cs336-sft-then-dpo-4gpu":
+        given = ["sft.data.pack_tokens=32", "dpo.data.train=[{path: pairs.jsonl}]"]
     command = Run(here, "start", f"{name}+miniature-twin", "evaluate.at_end=false", *given)
     try:
         assert command.wait(400) == 0, command.said()
     finally:
         command.end()
     summary = json.loads((here / "runs" / f"{name}+miniature-twin" / "summary.json").read_text())
-    assert len(summary["stages"]) == len(preset.stages) * (2 if given else 1)
+    assert len(summary["stages"]) == len(preset.stages) * min(preset.rounds, 2)

@@ -24,8 +24,9 @@ def _no_ratio(config: Config) -> str | None:
     return (
         f"{given} {makes} {updates} updates of a step, and learner.objective.name={objective.name} "
         f"has no ratio for tokens that the weights before the first of them sampled: set "
-        f"{' and '.join(f'learner.{key}=1' for key in asked)}, or choose an objective with a clip, such "
-        f"as grpo"
+        f"{' and '.join(f'learner.{key}=1' for key in asked)}, choose an objective with a clip, such as "
+        f"grpo, or for the plain gradient of all updates cispo with learner.objective.clip_low=1e-6 and "
+        f"clip_high=1e-6, which leave every token the weight 1"
     )
 
 

@@ -28,6 +28,7 @@ from tandem.common.models import resolve
 from tandem.common.records import SamplingParams
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
+from tandem.launch.evaluation.plan import benchmark
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
 from tandem.launch.run.opened.presets import load
@@ -345,6 +346,12 @@ def test_another_plan_is_refused_with_what_differs(
     assert "another seed" in capsys.readouterr().err
     assert cli.main([*words, "--temperature", "0.1"]) == 2
     assert "other cells" in capsys.readouterr().err
+
+
+def test_a_known_benchmark_may_have_settings_of_its_own() -> None:
+    (found,) = benchmark({"name": "aime24", "samples": 32}, limit=3)
+    (plain,) = benchmark("aime24")
+    assert found == plain.model_copy(update={"samples": 32, "limit": 3})
 
 
 def test_a_plan_in_yaml_gives_benchmarks_their_own_settings(place: Path) -> None:

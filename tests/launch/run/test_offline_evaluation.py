@@ -43,6 +43,34 @@ def test_what_was_computed_before_a_failure_stays(tmp_path: Path) -> None:
     assert len(list(folder.logs.glob("evaluate-after*.json"))) == 2
 
 
+@pytest.mark.timeout(300)
+def test_every_set_is_evaluated_and_what_is_known_of_one_is_not_computed_again(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    sets = ", ".join(
+        f"{{path: '{{run}}/data/heldout.parquet', name: {name}, limit: {limit}}}"
+        for name, limit in (("easy", 2), ("hard/er", 3))
+    )
+    words = [f"data.evaluate=[{sets}]", "rollout.max_new_tokens=4", f"run.dir={folder.path}"]
+    config = load("miniature-sft").resolve([*words, "evaluate.at_start=false"])
+    folder.write_config(to_yaml(config))
+    folder.write_run({"run_id": "some"})
+    write_miniature(config, folder)
+    shutil.copytree(resolve("miniature"), folder.model)
+    known = [{"step": 3, "set_name": "easy"}]
+    (other,) = evaluate(config, folder, ON_CPU, 3, known, print)
+    assert (other["set_name"], other["step"], other["problems"]) == ("hard/er", 3, 3)
+    (made,) = folder.logs.glob("evaluate-after*.json")
+    before = made.stat()
+    both = evaluate(config, folder, ON_CPU, 3, [], print)
+    assert [(one["set_name"], one["problems"]) for one in both] == [("easy", 2), ("hard/er", 3)]
+    after = made.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert len(list(folder.logs.glob("evaluate-after*.json"))) == 2
+
+
 def test_an_evaluation_sees_the_learners_gpus() -> None:
     placed = Placement(learner=((2,), (3,)), rollout=((4,),))
     assert environment(placed)["CUDA_VISIBLE_DEVICES"] == "2,3"
