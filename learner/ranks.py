@@ -92,9 +92,9 @@ class Leader:
             self._updates.restore(self.engine.load(place))
 
     def export(self, folder: Path, base: Path | None) -> None:
-        """See :meth:`DeepSpeedEngine.export`."""
-        with self._ordered(Export(folder=str(folder))):
-            self.engine.export(folder, base)
+        """See :meth:`DeepSpeedEngine.export`; only the parameters are gathered by all ranks."""
+        with self.waiting():
+            self.engine.export(folder, base, self._ordered_at_stage_3(Export()))
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of every parameter; must be iterated to the end."""
@@ -179,8 +179,8 @@ def follow(engine: DeepSpeedEngine, updates: Updates, files: CheckpointFiles | N
             case Load() as order:
                 with files.reading(Path(order.folder)) as place:
                     updates.restore(engine.load(place))
-            case Export() as order:
-                engine.export(Path(order.folder), None)
+            case Export():
+                engine.gather_for_export()
             case Parameters():
                 for _ in engine.parameters():
                     pass

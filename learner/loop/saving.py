@@ -116,8 +116,10 @@ class Saver:
             DataError: it can't be read, or was written with other adapters, or by an earlier version of Tandem and
                 another number of ranks.
         """
-        self._checkpoints.clean()
-        newest = self._checkpoints.newest(last_step)
+        # Every file of it is read.
+        with self._leader.waiting():
+            self._checkpoints.clean()
+            newest = self._checkpoints.newest(last_step)
         if newest is None:
             return None
         self._compare_ranks(newest)
@@ -185,6 +187,7 @@ class Saver:
             ranks=self._leader.engine.world_size,
             state={**self._state, "zero_stage": self._leader.engine.stage},
             may_finish=self._still_newest,
+            meanwhile=self._leader.waiting,
         )
 
     def _still_newest(self) -> None:
