@@ -387,6 +387,11 @@ class DeepSpeedEngine:
 
     # Checkpoints.
 
+    def checkpoint_bytes(self) -> int:
+        """Bytes of parameters and optimizer states in a checkpoint of all ranks, once a step has been made."""
+        policy = self.config.learner.optimizer.saved_bytes * self.trained_count()
+        return policy + (0 if self.critic is None else self.critic.checkpoint_bytes())
+
     def save(self, folder: Path, coefficients: Mapping[str, float] | None = None) -> None:
         """Writes this rank's parameters, optimizer and random state into an existing folder.
 

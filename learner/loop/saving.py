@@ -138,9 +138,8 @@ class Saver:
             return
         with self._clock.doing("checkpoint"):
             before = self._checkpoints.all()[-1:]
-            # Masters and both moments, four bytes each.
             sizes = [size_of(checkpoint.folder) for checkpoint in before]
-            least = max([12 * self._leader.engine.trained_count(), *sizes])
+            least = max([self._leader.engine.checkpoint_bytes(), *sizes])
             write_with_room(
                 self._folder,
                 least,
