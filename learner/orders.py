@@ -45,9 +45,7 @@ class Load(Order, frozen=True, kw_only=True):
 
 
 class Export(Order, frozen=True, kw_only=True):
-    """Take part in writing the Hugging Face folder."""
-
-    folder: str
+    """Take part in gathering what the Hugging Face folder has."""
 
 
 class Parameters(Order, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Leader:
         self._updates = updates
         self._files = files or CheckpointFiles()
         self._alone = engine.world_size == 1
+        self._collective = threading.Lock()
+        """Held from an order to the end of what all ranks then do together."""
 
     def train(
         self,
@@ -64,56 +66,58 @@ class Leader:
     ) -> StepOutcome:
         """See :meth:`Updates.train`; ``lrs`` are the learning rates of policy and critic."""
         lr, critic_lr = lrs
-        self._tell(Train(step=step, lr=lr, critic_lr=critic_lr, settled=settled))
-        outcome = self._updates.train(
-            step, groups, lr=lr, critic_lr=critic_lr, before_step=before_step, settled=settled
-        )
-        outcome.metrics.update(self.engine.memory.over_ranks())
-        return outcome
+        with self._ordered(Train(step=step, lr=lr, critic_lr=critic_lr, settled=settled)):
+            outcome = self._updates.train(
+                step, groups, lr=lr, critic_lr=critic_lr, before_step=before_step, settled=settled
+            )
+            outcome.metrics.update(self.engine.memory.over_ranks())
+            return outcome
 
     def compare(self, step: int, groups: Sequence[MixedGroup]) -> dict[str, float]:
         """See :meth:`Updates.compare`."""
-        self._tell(Compare(step=step))
-        return self._updates.compare(step, groups)
+        with self._ordered(Compare(step=step)):
+            return self._updates.compare(step, groups)
 
     def save(self, folder: Path) -> None:
         """Writes a checkpoint's engine part on all ranks."""
-        self._tell(Save(folder=str(folder)))
-        with self._files.writing(folder) as place:
-            self.engine.save(place, self._updates.state())
-        # All ranks' files are there once all have answered.
-        self.engine.barrier()
+        with self._ordered(Save(folder=str(folder))):
+            with self._files.writing(folder) as place:
+                self.engine.save(place, self._updates.state())
+            # All ranks' files are there once all have answered.
+            self.engine.barrier()
 
     def load(self, folder: Path) -> None:
         """Reads a checkpoint's engine part on all ranks."""
-        self._tell(Load(folder=str(folder)))
-        with self._files.reading(folder) as place:
+        with self._ordered(Load(folder=str(folder))), self._files.reading(folder) as place:
             self._updates.restore(self.engine.load(place))
 
     def export(self, folder: Path, base: Path | None) -> None:
-        self._tell(Export(folder=str(folder)))
-        self.engine.export(folder, base)
+        """See :meth:`DeepSpeedEngine.export`; only the parameters are gathered by all ranks."""
+        with self.waiting():
+            self.engine.export(folder, base, self._ordered_at_stage_3(Export()))
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of every parameter; must be iterated to the end."""
-        if self.engine.stage == 3:
-            self._tell(Parameters())
-        return self.engine.parameters()
+        with self._ordered_at_stage_3(Parameters()):
+            yield from self.engine.parameters()
 
     def score(self, rows: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
         """``[R, S - 1]`` log-probs of some rows in a dtype; see :func:`~.scored.score`."""
-        if self.engine.stage == 3:
-            name: Any = str(dtype).removeprefix("torch.")
-            self._tell(Score(rows=rows.tolist(), dtype=name))
-        return score(self.engine, rows, dtype)
+        name: Any = str(dtype).removeprefix("torch.")
+        with self._ordered_at_stage_3(Score(rows=rows.tolist(), dtype=name)):
+            return score(self.engine, rows, dtype)
 
     def stop(self) -> None:
         """Ends the followers."""
-        self._tell(Stop())
+        with self._ordered(Stop()):
+            pass
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Keeps the followers from giving up while rank 0 waits for something else."""
+        """Keeps the followers from giving up while rank 0 waits for something else, or works alone.
+
+        Orders may be given meanwhile, and another wait may begin.
+        """
         if self._alone:
             yield
             return
@@ -121,7 +125,12 @@ class Leader:
 
         def reassure() -> None:
             while not done.wait(IDLE_SECONDS):
-                self._tell(Idle())
+                # While an order is carried out nobody waits for a sign of life, and it would get in between.
+                if self._collective.acquire(blocking=False):
+                    try:
+                        self._tell(Idle())
+                    finally:
+                        self._collective.release()
 
         thread = threading.Thread(target=reassure, name="ranks-idle", daemon=True)
         thread.start()
@@ -130,6 +139,17 @@ class Leader:
         finally:
             done.set()
             thread.join()
+
+    @contextmanager
+    def _ordered(self, order: Order) -> Iterator[None]:
+        """Tells the followers what to do; the body is rank 0's part in it."""
+        with self._collective:
+            self._tell(order)
+            yield
+
+    def _ordered_at_stage_3(self, order: Order) -> AbstractContextManager[None]:
+        """The same for what rank 0 does alone at the other stages, where it has all parameters."""
+        return self._ordered(order) if self.engine.stage == 3 else nullcontext()
 
     def _tell(self, order: Order) -> None:
         if not self._alone:
@@ -159,8 +179,8 @@ def follow(engine: DeepSpeedEngine, updates: Updates, files: CheckpointFiles | N
             case Load() as order:
                 with files.reading(Path(order.folder)) as place:
                     updates.restore(engine.load(place))
-            case Export() as order:
-                engine.export(Path(order.folder), None)
+            case Export():
+                engine.gather_for_export()
             case Parameters():
                 for _ in engine.parameters():
                     pass

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """A folder without any of these files has no tokenizer."""
-CHECKPOINT_BYTES = 12
-"""Bytes per parameter in a checkpoint: float32 master and two moments of Adam."""
 LOG_BYTES = 64 << 20
 """Size of a run's metrics, samples and logs, roughly."""
 
@@ -228,22 +226,42 @@ def weight_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
 
 
-def disk_needed(config: Config, model: Path | None) -> int:
-    """Bytes that a run's folder may come to hold, roughly."""
-    weights = sum(file.stat().st_size for file in weight_files(model)) if model else 0
-    # Most published folders have two bytes per parameter, the miniature's has four: assuming the
-    # fewest bytes gives the largest count.
-    parameters = weights // 2
-    kept = config.learner.checkpoints_kept + 1  # One is being written while the others are kept.
+def disk_needed(config: Config, model: Path | None, parameters: int = 0) -> int:
+    """Bytes that a run's folder may come to hold, roughly.
+
+    Args:
+        config: the run's settings.
+        model: the model's folder; None = it isn't here yet.
+        parameters: number of its parameters then, if that is known.
+    """
+    if model is not None:
+        # Most published folders have two bytes per parameter, the miniature's has four: assuming the
+        # fewest bytes gives the largest count.
+        parameters = sum(file.stat().st_size for file in weight_files(model)) // 2
     redis = 2 * (config.replay.maxmemory_mb << 20) // 4
-    checkpoints = kept * in_checkpoint(config, parameters) * CHECKPOINT_BYTES
-    return checkpoints + 4 * parameters + redis + LOG_BYTES
+    return checkpoints_bytes(config, parameters) + 4 * parameters + redis + LOG_BYTES
 
 
-def in_checkpoint(config: Config, parameters: int) -> int:
-    """How many of a model's parameters a checkpoint has; of adapters alone if the model's sizes are known."""
-    shape = None if config.learner.lora is None else shape_of(config.model.path)
-    return parameters if shape is None else min(parameters, trained(config, shape))
+def checkpoints_bytes(config: Config, parameters: int) -> int:
+    """Bytes of all checkpoints that are there at a time: one is being written while the others are kept.
+
+    Adapters count alone if the model's sizes are known, and a critic as a model of the policy's size if its own
+    aren't.
+
+    Args:
+        config: a run's settings.
+        parameters: number of parameters of the policy's model.
+    """
+    learner = config.learner
+    shape = None if learner.lora is None else shape_of(config.model.path)
+    own = parameters if shape is None else min(parameters, trained(config, shape))
+    each = learner.optimizer.saved_bytes * own
+    if learner.critic is not None:
+        path = learner.critic.model
+        shape = None if path is None else shape_of(path, "learner.critic.model")
+        count = parameters if shape is None else shape.parameters
+        each += learner.critic.optimizer.saved_bytes * count
+    return (learner.checkpoints_kept + 1) * each
 
 
 def check_disk(config: Config, folder: Path, model: Path | None) -> None:

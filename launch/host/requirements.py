@@ -21,11 +21,9 @@ from ..plan.sizes import local_folder, shape_of, too_long
 from ..wording import human, shown_python
 from . import surroundings
 from .preflight import (
-    CHECKPOINT_BYTES,
     check_addresses,
     check_model,
     disk_needed,
-    in_checkpoint,
 )
 from .surroundings import Finding, pip, setup, version
 
@@ -234,12 +232,10 @@ def disk_wanted(config: Config) -> int:
     if held is not None:
         return disk_needed(config, held)
     shape = shape_of(config.model.path)
-    needed = disk_needed(config, None)
-    if shape is not None:
-        kept = config.learner.checkpoints_kept + 1
-        needed += in_checkpoint(config, shape.parameters) * kept * CHECKPOINT_BYTES
-        needed += shape.parameters * (4 + 2)
-    return needed
+    if shape is None:
+        return disk_needed(config, None)
+    # The download, and what a run needs with a model of that size.
+    return 2 * shape.parameters + disk_needed(config, None, shape.parameters)
 
 
 def _disk(config: Config, folder: Path) -> list[Finding]:

@@ -17,7 +17,7 @@ from ...common.agreement import Probe
 from ...common.config import Config
 from ...common.errors import ConfigError, DataError
 from ...common.models import load_model
-from ..forward.policy import Policy
+from ..forward.policy import Policy, size_of
 from ..forward.value import ValueModel
 from ..forward.verification import longest_row
 from ..losses.finite import NonFiniteError
@@ -75,6 +75,7 @@ class CriticEngine:
         self.model = ValueModel(policy)
         self._optimizer = Optimizer(self.model, settings.optimizer, config.model.dtype, self.stage)
         self._engine = initialise(self.model, self._optimizer, config, self.stage, device)
+        self._saved_bytes = settings.optimizer.saved_bytes
         self.scale = LossScale(self._engine)
         """The scale of its loss."""
         self._engine.train()
@@ -155,6 +156,10 @@ class CriticEngine:
     def held(self) -> dict[str, dict[str, int]]:
         """What the critic holds now, see :func:`~.memory.held_by`."""
         return held_by(self.model, self._engine.optimizer)
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of its parameters and optimizer states in a checkpoint of all ranks."""
+        return self._saved_bytes * sum(size_of(p) for p in self.model.parameters())
 
     def save(self, folder: Path) -> None:
         """Writes this rank's parameters and optimizer into an existing folder."""

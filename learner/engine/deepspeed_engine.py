@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -387,6 +387,11 @@ class DeepSpeedEngine:
 
     # Checkpoints.
 
+    def checkpoint_bytes(self) -> int:
+        """Bytes of parameters and optimizer states in a checkpoint of all ranks, once a step has been made."""
+        policy = self.config.learner.optimizer.saved_bytes * self.trained_count()
+        return policy + (0 if self.critic is None else self.critic.checkpoint_bytes())
+
     def save(self, folder: Path, coefficients: Mapping[str, float] | None = None) -> None:
         """Writes this rank's parameters, optimizer and random state into an existing folder.
 
@@ -425,8 +430,15 @@ class DeepSpeedEngine:
         named = self.adapters.parameters() if self.adapters else self.model.named_parameters()
         return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
-    def export(self, folder: Path, base: Path | None) -> None:
-        """Writes the model as a plain Hugging Face folder, completely or not at all. Collective.
+    def export(
+        self,
+        folder: Path,
+        base: Path | None,
+        gathering: AbstractContextManager[None] | None = None,
+    ) -> None:
+        """Writes the model as a plain Hugging Face folder, completely or not at all.
+
+        To be called on one rank. With ZeRO-3 the others must go through :meth:`gather_for_export` meanwhile.
 
         Adapters are merged into what is written, and written by themselves beside it
         (:func:`~.model_folder.adapter_folder`).
@@ -434,18 +446,30 @@ class DeepSpeedEngine:
         Args:
             folder: replaced if it exists.
             base: the folder that the model was loaded from, see :func:`~.model_folder.write_model`.
+            gathering: held while parameters are gathered, and left before the files are made of them.
         """
         trained: dict[str, Tensor] = {}
-        if self.adapters is not None:
-            trained = {name: tensor.cpu().clone() for name, tensor in self.parameters()}
-        tensors = entries(self.model, self.adapters, trained, lambda _, tensor: self._whole(tensor))
-        if self.rank != 0:
-            for _ in tensors:
-                pass
-            return
-        write_model(self.model, tensors, folder, base, self.config.model.dtype)
+        # Closed, for a write that fails would otherwise go on holding what is held.
+        with closing(self._entries(trained, gathering)) as tensors:
+            write_model(self.model, tensors, folder, base, self.config.model.dtype)
         if self.adapters is not None:
             write_adapters(self.adapters, trained, folder, base or Path(self.config.model.path))
+
+    def gather_for_export(self) -> None:
+        """The part of the other ranks in :meth:`export`."""
+        for _ in self._entries({}):
+            pass
+
+    def _entries(
+        self, trained: dict[str, Tensor], gathering: AbstractContextManager[None] | None = None
+    ) -> Generator[tuple[list[str], Tensor]]:
+        """See :func:`~.model_folder.entries`; fills ``trained`` with the adapters' tensors first."""
+        with gathering or nullcontext():
+            if self.adapters is not None:
+                trained |= {name: tensor.cpu().clone() for name, tensor in self.parameters()}
+            yield from entries(
+                self.model, self.adapters, trained, lambda _, tensor: self._whole(tensor)
+            )
 
 
 def stage_of(config: Config, ranks: int) -> int:

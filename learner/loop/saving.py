@@ -116,8 +116,10 @@ class Saver:
             DataError: it can't be read, or was written with other adapters, or by an earlier version of Tandem and
                 another number of ranks.
         """
-        self._checkpoints.clean()
-        newest = self._checkpoints.newest(last_step)
+        # Every file of it is read.
+        with self._leader.waiting():
+            self._checkpoints.clean()
+            newest = self._checkpoints.newest(last_step)
         if newest is None:
             return None
         self._compare_ranks(newest)
@@ -136,9 +138,8 @@ class Saver:
             return
         with self._clock.doing("checkpoint"):
             before = self._checkpoints.all()[-1:]
-            # Masters and both moments, four bytes each.
             sizes = [size_of(checkpoint.folder) for checkpoint in before]
-            least = max([12 * self._leader.engine.trained_count(), *sizes])
+            least = max([self._leader.engine.checkpoint_bytes(), *sizes])
             write_with_room(
                 self._folder,
                 least,
@@ -185,6 +186,7 @@ class Saver:
             ranks=self._leader.engine.world_size,
             state={**self._state, "zero_stage": self._leader.engine.stage},
             may_finish=self._still_newest,
+            meanwhile=self._leader.waiting,
         )
 
     def _still_newest(self) -> None:

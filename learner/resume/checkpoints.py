@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,7 @@ class Checkpoints:
         ranks: int,
         state: dict[str, Any],
         may_finish: Callable[[], None] | None = None,
+        meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Checkpoint:
         """Writes a checkpoint and removes the oldest ones.
 
@@ -149,9 +150,21 @@ class Checkpoints:
             state: plain data to keep with it.
             may_finish: called before the new one is put in place; raises if a newer learner has
                 taken over.
+            meanwhile: entered once all ranks are done, while this one goes on alone.
         """
         staging = self.staging(version)
         write(staging)
+        with meanwhile():
+            return self._finish(staging, version, ranks, state, may_finish)
+
+    def _finish(
+        self,
+        staging: Path,
+        version: Version,
+        ranks: int,
+        state: dict[str, Any],
+        may_finish: Callable[[], None] | None,
+    ) -> Checkpoint:
         names = [str(p.relative_to(staging)) for p in sorted(staging.rglob("*")) if p.is_file()]
         digests = digests_of(staging, names)
         content = {

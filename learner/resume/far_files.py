@@ -29,6 +29,8 @@ log = logging.getLogger("tandem.learner")
 
 BLOCK = 16 << 20
 """Number of bytes that are sent at a time."""
+SIGN_BLOCKS = 64
+"""After so many of them the ranks that wait hear that the others go on."""
 PREFIX = ".shared-"
 """How the names of the files begin by which hosts look for the folder."""
 
@@ -101,17 +103,14 @@ class CheckpointFiles:
     def writing(self, folder: Path) -> Iterator[Path]:
         """The folder into which this rank writes; afterwards everything is in the run's ``folder``. Collective."""
         rank = dist.get_rank() if self.far else 0
-        if rank not in self.far:
-            yield folder
-            for far in self.far if rank == 0 else ():
-                _receive(folder, far)
-            return
-        own = self._own(f"checkpoint-of-rank-{rank}")
+        own = self._own(f"checkpoint-of-rank-{rank}") if rank in self.far else folder
         try:
             yield own
-            _send(own, 0)
+            for far in self.far:
+                _move(own, far, 0)
         finally:
-            shutil.rmtree(own, ignore_errors=True)
+            if rank in self.far:
+                shutil.rmtree(own, ignore_errors=True)
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[Path]:
@@ -125,9 +124,9 @@ class CheckpointFiles:
             assert self.place is not None
             place = self.place / "checkpoint-to-load"
         if rank in self.receivers:
-            _receive(self._own(place.name), 0)
-        for receiver in self.receivers if rank == 0 else ():
-            _send(folder, receiver)
+            self._own(place.name)
+        for receiver in self.receivers:
+            _move(place, 0, receiver)
         # The files of a host are there for all of its ranks once everybody has come here.
         sum_over_ranks([0.0])
         try:
@@ -173,6 +172,27 @@ def _look(checkpoints: Path | None) -> bool:
     return found and sum_over_ranks(answered)[rank] == 1.0
 
 
+def _move(folder: Path, source: int, to: int) -> None:
+    """Brings all files below one rank's folder into another rank's. Collective: the other ranks wait."""
+    rank = dist.get_rank()
+    if rank not in (source, to):
+        while _goes_on(source):
+            pass
+        return
+    if rank == source:
+        _send(folder, to)
+    else:
+        _receive(folder, source)
+    _goes_on(source, False)
+
+
+def _goes_on(source: int, yes: bool = True) -> bool:
+    """Whether a rank still sends, as it says itself; all ranks hear it, each before it gives up waiting. Collective."""
+    sign = torch.tensor([yes])
+    dist.broadcast(sign, source)
+    return bool(sign)
+
+
 def _send(folder: Path, to: int) -> None:
     """Sends all files below a folder to another rank."""
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
@@ -180,6 +200,7 @@ def _send(folder: Path, to: int) -> None:
     head = json.dumps(list(zip(names, sizes, strict=True))).encode()
     dist.send(torch.tensor([len(head)], dtype=torch.int64), to)
     dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), to)
+    sent = 0
     for name, size in zip(names, sizes, strict=True):
         with open(folder / name, "rb") as file:
             for start in range(0, size, BLOCK):
@@ -187,6 +208,9 @@ def _send(folder: Path, to: int) -> None:
                 if file.readinto(block) != len(block):
                     raise DataError(f"{folder / name} has become shorter while it was sent")
                 dist.send(torch.frombuffer(block, dtype=torch.uint8), to)
+                sent += 1
+                if sent % SIGN_BLOCKS == 0:
+                    _goes_on(dist.get_rank())
 
 
 def _receive(folder: Path, source: int) -> None:
@@ -196,6 +220,7 @@ def _receive(folder: Path, source: int) -> None:
     head = torch.empty(int(length), dtype=torch.uint8)
     dist.recv(head, source)
     what = f"the list of files of rank {source}"
+    received = 0
     for name, size in read_json(head.numpy().tobytes(), what, DataError):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise DataError(f"rank {source} sends a file named {name!r}")
@@ -206,3 +231,6 @@ def _receive(folder: Path, source: int) -> None:
                 block = torch.empty(min(BLOCK, size - start), dtype=torch.uint8)
                 dist.recv(block, source)
                 file.write(block.numpy().data)
+                received += 1
+                if received % SIGN_BLOCKS == 0:
+                    _goes_on(source)

@@ -44,6 +44,7 @@ DISK_SECONDS = 300.0
 """How long the disk may take for a record; a network file system may hang for minutes and recover."""
 _OUTCOMES = ("", "applied", "quarantined", "")
 """By their codes; the last one: applied on a line of history that was given up."""
+_APPLIED = 1
 _GIVEN_UP = bytes([0, 3, *range(2, 256)])
 """Outcomes after a resume below them: quarantined stays, since the same samples would fail again."""
 UntilOnDisk = Callable[[], None]
@@ -192,10 +193,12 @@ class History:
             self._outcomes.append(0)
         elif line.kind == "resumed":
             self._outcomes[step:] = self._outcomes[step:].translate(_GIVEN_UP)
-            self.applied_step = min(self.applied_step, step)
+            # The steps below may be quarantined ones.
+            self.applied_step = self._outcomes.rfind(_APPLIED, 0, step) + 1
         else:
-            self.applied_step = step
             self._outcomes[step - 1] = _OUTCOMES.index(line.kind)
+            if line.kind == "applied":
+                self.applied_step = step
 
 
 class Journal(History):

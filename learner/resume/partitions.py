@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,28 +58,40 @@ def load_state(engine: Any, named: Sequence[tuple[str, nn.Parameter]], folder: P
     files = StateFiles(folder)
     _require_same(files, named)
     found = _places(engine)
-    eight_bit: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+    eight_bit: dict[int, list[tuple[str, _Place]]] = {}
     for name, parameter in named:
         place = found[id(parameter)]
         if not place.count:
             continue
+        kinds, states = files.kinds(name), {}
         if quantised.is_quantised(engine.basic_optimizer):
-            empty = {
-                kind: torch.zeros(place.master.numel(), dtype=torch.float64)
-                for kind in (quantised.KINDS if id(place.master) not in eight_bit else ())
-            }
-            states = eight_bit.setdefault(id(place.master), (place.master, empty))[1]
-            states[STEP] = files.step(name)
+            # Scales are of blocks of the master, in which many parameters may be.
+            eight_bit.setdefault(id(place.master), []).append((name, place))
+            kinds = {PARAMETER}
         else:
-            kinds, step = files.kinds(name), files.step(name)
-            states = _states(engine.basic_optimizer, place.master, kinds, step)
-        for kind in files.kinds(name):
+            states = _states(engine.basic_optimizer, place.master, kinds, files.step(name))
+        for kind in kinds:
             tensor = place.master if kind == PARAMETER else states[kind]
             part = files.read(name, kind, place.start, place.count)
             tensor.detach().view(-1).narrow(0, place.offset, place.count).copy_(part)
-    for master, states in eight_bit.values():
-        quantised.set_moments(engine.basic_optimizer, master, states, states.pop(STEP))
+    for pieces in eight_bit.values():
+        name, place = pieces[-1]
+        values = partial(_moments, files, pieces)
+        quantised.set_moments(engine.basic_optimizer, place.master, values, files.step(name))
     _round(engine)
+
+
+def _moments(
+    files: StateFiles, pieces: Sequence[tuple[str, _Place]], kind: str, start: int, count: int
+) -> Tensor:
+    """``[count]`` float64 values of a moment of a master, from ``start`` on; 0 where it has no parameter."""
+    found = torch.zeros(count, dtype=torch.float64)
+    for name, place in pieces:
+        low, high = max(start, place.offset), min(start + count, place.offset + place.count)
+        if low < high:
+            part = files.read(name, kind, place.start + low - place.offset, high - low)
+            found[low - start : high - start] = part
+    return found
 
 
 def _require_same(files: StateFiles, named: Sequence[tuple[str, nn.Parameter]]) -> None:

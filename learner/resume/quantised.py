@@ -7,7 +7,7 @@ the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 BLOCK = 256
 """Moments that share a scale, in bitsandbytes."""
+CHUNK = BLOCK << 14
+"""Moments that are in host memory at a time while a checkpoint is loaded: 32 MiB of float64."""
 KINDS = {"exp_avg": "1", "exp_avg_sq": "2"}
 """AdamW's name of each moment, and the end of bitsandbytes' names."""
 STEP = "step"
@@ -40,14 +42,18 @@ def moments(state: Mapping[str, Any], start: int, count: int) -> dict[str, Tenso
 
 
 def set_moments(
-    optimizer: Any, master: Tensor, values: Mapping[str, Tensor], step: float | None
+    optimizer: Any,
+    master: Tensor,
+    values: Callable[[str, int, int], Tensor],
+    step: float | None,
 ) -> None:
-    """Puts the moments of a whole tensor into an optimizer.
+    """Puts the moments of a whole tensor into an optimizer, some blocks at a time.
 
     Args:
         optimizer: an optimizer of bitsandbytes.
         master: the tensor that it steps.
-        values: float64, by AdamW's names, flat, in host memory.
+        values: returns ``[count]`` float64 in host memory, from AdamW's name of a moment, the first element, and the
+            number of elements.
         step: the optimizer's count; None before its first step.
     """
     if step is None:
@@ -62,13 +68,15 @@ def set_moments(
         group["params"] = before
     state[STEP] = int(step)
     for name, end in KINDS.items():
-        held = state[f"state{end}"]
-        if held.dtype != torch.uint8:
-            held.copy_(values[name].view_as(held))
-            continue
-        codes, scales = quantised(values[name], state[f"qmap{end}"].double().cpu())
-        held.copy_(codes.view_as(held))
-        state[f"absmax{end}"].copy_(scales)
+        held = state[f"state{end}"].view(-1)
+        for start in range(0, len(held), CHUNK):
+            part = held[start : start + CHUNK]
+            found = values(name, start, len(part))
+            if held.dtype == torch.uint8:
+                found, scales = quantised(found, state[f"qmap{end}"].double().cpu())
+                first = start // BLOCK
+                state[f"absmax{end}"][first : first + len(scales)].copy_(scales)
+            part.copy_(found)
 
 
 def quantised(values: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,10 @@ def go_through(place: Path, ranks: int, *, sources: int, fresh: bool = True) -> 
                 train(engine, 2)
                 own = place / f"{ranks}-{stage}-{dtype}"
                 save(engine, own)
-                engine.export(Path(f"{own}-model"), None)
+                if engine.rank == 0:
+                    engine.export(Path(f"{own}-model"), None)
+                else:
+                    engine.gather_for_export()
             for source in (place / f"{sources}-{other}-{dtype}" for other in STAGES):
                 if source.is_dir():
                     engine.load(source)

@@ -12,6 +12,7 @@ import torch
 
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.objectives import make
+from tandem.learner.resume import quantised
 from tandem.learner.rows.microbatch import micro_batch
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -87,6 +88,42 @@ def test_after_a_load_the_next_updates_are_the_same_to_the_bit(
         other.load(tmp_path)
         found = [other.update(micros, objective, scalars, lr=1e-3).loss for _ in range(3)]
         assert found == expected
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (3, "float32")])
+def test_a_load_has_few_moments_in_memory_at_a_time(
+    stage: int,
+    dtype: str,
+    engines: Make,
+    made_up: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And they are the same to the bit, scales included."""
+    objective = make("luffy")
+    micros, scalars = batch(made_up, objective)
+    engine = engines(stage, "none", dtype, "adamw_8bit")
+    for _ in range(3):
+        engine.update(micros, objective, scalars, lr=1e-3)
+    engine.save(tmp_path)
+    sizes = []
+    quantise = quantised.quantised
+
+    def counted(values: torch.Tensor, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(len(values))
+        return quantise(values, code)
+
+    monkeypatch.setattr(quantised, "quantised", counted)
+    monkeypatch.setattr(quantised, "CHUNK", 2 * quantised.BLOCK, raising=False)
+    other = engines(stage, "none", dtype, "adamw_8bit")
+    other.load(tmp_path)
+    assert max(sizes, default=0) <= 2 * quantised.BLOCK
+    assert bool(sizes) == (stage > 0)
+    states = [one._optimizer.optimizer.state.values() for one in (engine, other)]
+    for ours, theirs in zip(*states, strict=True):
+        for name in ("state1", "state2", "absmax1", "absmax2"):
+            assert (name in ours) == (name in theirs)
+            assert name not in ours or torch.equal(ours[name], theirs[name])
 
 
 def test_another_stage_and_adamw_itself_go_on_from_its_checkpoint(

@@ -20,6 +20,7 @@ from tandem.common.errors import ConfigError, DataError
 from tandem.common.records import Sample
 from tandem.learner.engine.critic import CriticEngine, load_critic
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
+from tandem.learner.loop.saving import size_of
 from tandem.learner.losses.returns import explained_variance, whitened
 from tandem.learner.objectives import make
 from tandem.learner.rows.groups import MixedGroup
@@ -392,6 +393,23 @@ def test_after_a_load_the_next_steps_are_the_same_to_the_bit(
     assert theirs == ours
     assert ours[0]["train/value_mean"] != 0
     assert same(snapshot(other), snapshot(updates))
+
+
+@pytest.mark.parametrize("name", ["adamw", "rmsprop", "adamw_8bit"])
+def test_room_is_wanted_for_what_a_checkpoint_of_policy_and_critic_has(
+    name: str, learner_at: Learner, groups: list[MixedGroup], states: ModuleType, tmp_path: Path
+) -> None:
+    chosen = {"optimizer": {"name": name}}
+    updates = learner_at(1, "float32", **chosen, critic=chosen)
+    updates.train(1, groups, lr=1e-2)
+    alone = states.engine_at(1, "float32", **chosen)
+    states.train(alone, 1)
+    for number, engine in enumerate((updates.engine, alone)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        engine.save(folder)
+        # Besides there are the names of the tensors, and the random state.
+        assert 0 <= size_of(folder) - engine.checkpoint_bytes() < 30_000
 
 
 def test_a_checkpoint_without_a_critic_is_refused(

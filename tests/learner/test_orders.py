@@ -27,7 +27,7 @@ ORDERS = [
     Compare(step=3),
     Save(folder="x"),
     Load(folder="x"),
-    Export(folder="x"),
+    Export(),
     Parameters(),
     Score(rows=[[1, 2], [3]], dtype="bfloat16"),
     Idle(),

@@ -10,10 +10,11 @@ import torch
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import RunFolder
-from tandem.launch.host import preflight
+from tandem.launch.host import preflight, requirements
 from tandem.launch.plan import hardware, placement, planning
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.plan.node import node
+from tandem.launch.plan.sizes import shape_of
 from tandem.launch.run.joining import gpus_of
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.processes import roles
@@ -183,6 +184,41 @@ def test_the_disk_that_a_run_may_need_grows_with_its_checkpoints() -> None:
     less = preflight.disk_needed(config, model)
     more = preflight.disk_needed(load("miniature").resolve(["learner.checkpoints_kept=9"]), model)
     assert more > less > 64 << 20
+
+
+PPO = ("learner.objective.name=ppo", "expert.per_group=0")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "rmsprop", "adamw_8bit"])
+def test_the_disk_must_hold_the_moments_of_policy_and_critic(optimizer: str) -> None:
+    """Of 4 bytes each in AdamW's checkpoints, of which RMSprop has one, and of 8 bytes in those of adamw_8bit."""
+    plain = load("miniature").resolve([])
+    model = preflight.check_model(plain)
+    assert model is not None
+    count = (plain.learner.checkpoints_kept + 1) * sum(
+        path.stat().st_size // 2 for path in model.glob("*.safetensors")
+    )
+    each = {"adamw": 12, "rmsprop": 8, "adamw_8bit": 20}[optimizer]
+
+    def needed(*overrides: str) -> int:
+        return preflight.disk_needed(load("miniature").resolve(list(overrides)), model)
+
+    own = f"learner.optimizer.name={optimizer}"
+    assert needed(own) - needed() == (each - 12) * count
+    critic = (*PPO, f"learner.critic={{optimizer: {{name: {optimizer}}}}}")
+    assert needed(*critic) - needed() == each * count
+
+
+def test_a_critic_of_a_known_size_counts_by_its_own_once() -> None:
+    """Also where the policy's model isn't here yet."""
+    settings = [*PPO, "model.path=Qwen/Qwen2.5-Math-7B"]
+    more, less = (
+        requirements.disk_wanted(load("miniature").resolve([*settings, f"learner.critic={critic}"]))
+        for critic in ("{}", "{model: Qwen/Qwen2.5-Math-1.5B}")
+    )
+    shapes = [shape_of(f"Qwen/Qwen2.5-Math-{size}B") for size in ("7", "1.5")]
+    seven, one = (shape.parameters for shape in shapes if shape is not None)
+    assert more - less == 3 * 12 * (seven - one)
 
 
 def test_float16_is_refused_where_the_learner_has_no_gpu() -> None:

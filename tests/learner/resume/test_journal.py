@@ -105,6 +105,23 @@ def test_a_resumed_line_gives_up_what_was_applied_above_it(path: Path) -> None:
         assert [seen.was_applied(step) for step in range(7)] == [False, *[True] * 4, False, False]
 
 
+def test_a_quarantined_step_is_none_whose_update_is_in_the_weights(path: Path) -> None:
+    journal = filled(path, 2)
+    for step in (3, 4):
+        journal.row(1, step, row(step))()
+        journal.quarantined(1, step, "not finite")()
+    for seen in (journal, Journal(path)):
+        assert (seen.last_step, seen.applied_step) == (4, 2)
+    journal.row(1, 5, row(5))()
+    journal.applied(1, 5)()
+    journal.close()
+    journal = Journal(path)
+    assert journal.applied_step == 5
+    # Going back to a checkpoint whose last steps were quarantined.
+    journal.resumed(2, 4)
+    assert journal.applied_step == Journal(path).applied_step == 2
+
+
 def test_a_row_that_is_not_the_one_of_its_digest_is_damage(path: Path) -> None:
     filled(path, 2).close()
     path.write_bytes(path.read_bytes().replace(b'"attempt":1', b'"attempt":2', 1))
