@@ -209,7 +209,6 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.png"
         self.model = self.path / "model"
-        self.adapter = self.path / "adapter"
         self.best = self.path / "best"
         self.checkpoints = self.path / "checkpoints"
         self.weights = self.path / "weights"

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ...replay.members import Member
 
 Probe = Literal["startup", "readiness", "liveness"]
-PROBES: tuple[Probe, ...] = ("startup", "readiness", "liveness")
-ROLES = ("head", "rollout", "reward", "learner", "environments")
 ANSWER_SECONDS = 5.0
 """How long Redis may take to answer."""
 FRESH_SECONDS = 15.0
@@ -58,7 +56,7 @@ def health(
 
     Args:
         probe: which question.
-        role: one of :data:`ROLES`.
+        role: ``head``, ``rollout``, ``reward``, ``learner`` or ``environments``.
         join: how to reach the run; None if it can't be read yet.
         folder: the run's, which the head has.
         host: name under which this host's processes are members; empty = its own.

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ...common.config import Config
     from ...replay.connection import Store
 
-ROLES = ("rollout", "reward", "learner", "environments")
 STAGES = {
     "rollout": Stage.ROLLOUT,
     "reward": Stage.REWARD,

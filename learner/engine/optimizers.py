@@ -64,11 +64,6 @@ class Optimizer:
         if isinstance(self.optimizer, _Guarded):
             self.optimizer.guard = self._check
 
-    @property
-    def asked(self) -> bool:
-        """Whether ``agree`` was called in the last step."""
-        return self._answer is not None
-
     def step(self, engine: Any, lr: float) -> bool:
         """One step of the DeepSpeed engine around the module; returns whether parameters may have changed."""
         for group in self.optimizer.param_groups:

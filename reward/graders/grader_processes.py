@@ -116,16 +116,6 @@ class GraderProcesses:
         return self._selector.fileno()
 
     @property
-    def running(self) -> bool:
-        """Whether the zygote has been started."""
-        return self._zygote is not None
-
-    @property
-    def ready(self) -> bool:
-        """Whether at least one grader can take a request."""
-        return any(slot.state in ("idle", "busy") for slot in self._slots.values())
-
-    @property
     def in_flight(self) -> int:
         """Number of requests that have no outcome yet."""
         return len(self._queue) + sum(s.request is not None for s in self._slots.values())

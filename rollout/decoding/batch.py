@@ -22,6 +22,8 @@ from ..model_facts import ModelFacts
 from .decoder import Decoder, KeyValues
 from .sampling import Noise, draw
 
+PREFILL_TOKENS = 16_384
+"""Padded tokens of one prefill pass at most, which bounds its memory."""
 GROWTH = 64
 """Least number of slots by which the cache grows."""
 
@@ -63,7 +65,6 @@ class Batch:
         device: torch.device,
         *,
         max_rows: int,
-        prefill_tokens: int,
         version: Version | None,
     ) -> None:
         """Makes an empty batch.
@@ -73,7 +74,6 @@ class Batch:
             facts: the model's facts.
             device: the model's device.
             max_rows: number of places; more are made only for rows that join at the same time.
-            prefill_tokens: greatest number of padded tokens in one prefill pass.
             version: version of the weights in use.
         """
         self._decoder = decoder
@@ -81,7 +81,6 @@ class Batch:
         self._stop = np.array(sorted(facts.end_tokens), dtype=np.int64)
         self._device = device
         self._max_rows = max_rows
-        self._prefill_tokens = prefill_tokens
         self.version = version
         """Version of the weights in use; changed by :meth:`restamp`."""
         self.sampled = 0
@@ -259,7 +258,7 @@ class Batch:
         while start < len(order):
             # At least one token, so that the cache has a shape.
             longest = max(int(lengths[order[start]]), 1)
-            chosen = order[start : start + max(1, self._prefill_tokens // longest)]
+            chosen = order[start : start + max(1, PREFILL_TOKENS // longest)]
             padded = np.zeros((len(chosen), longest), dtype=np.int64)
             for b, i in enumerate(chosen):
                 padded[b, : lengths[i]] = lists[i]

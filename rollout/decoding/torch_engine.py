@@ -69,7 +69,6 @@ class TorchEngine:
         *,
         recompute_kv: bool = True,
         max_rows: int = 256,
-        prefill_tokens: int = 16384,
         decoder: str = "auto",
         version: Version | None = None,
         longest: int | None = None,
@@ -82,7 +81,6 @@ class TorchEngine:
             tokenizer: decodes samples; its end token ends a response.
             recompute_kv: after new weights, compute the keys and values of running rows again.
             max_rows: greatest number of samples generated at a time; bounds the cache's memory.
-            prefill_tokens: greatest number of padded tokens in one prefill pass; bounds its memory.
             decoder: ``auto``, ``direct`` or ``generic``; see :func:`tandem.rollout.decoding.choice.choose`.
             version: version of the model's own weights, if they have one.
             longest: greatest number of tokens of prompt and response that will be asked for; None =
@@ -109,7 +107,6 @@ class TorchEngine:
             self._facts,
             self._device,
             max_rows=max_rows + URGENT_ROWS,
-            prefill_tokens=prefill_tokens,
             version=version,
         )
         # After the decoder has fused some of them.

@@ -39,15 +39,11 @@ class Chat:
         tokenizer: with a chat template.
         tools: ``environments.tools``.
         observation_tokens: see :class:`.rendering.Renderer`.
-        max_calls: calls of one turn that are read.
     """
 
-    def __init__(
-        self, tokenizer: Any, tools: str, observation_tokens: int, max_calls: int = MOST_CALLS
-    ) -> None:
+    def __init__(self, tokenizer: Any, tools: str, observation_tokens: int) -> None:
         self.renderer = Renderer(tokenizer, observation_tokens)
         self._tokenizer = tokenizer
-        self._most_calls = max_calls
         self._format = format_of(tokenizer, tools)
         self._family = None
         if tools != "auto" or getattr(tokenizer, "response_template", None) is None:
@@ -133,7 +129,7 @@ class Chat:
             # A stop string that ends an answer may also end a call.
             has_end = turn.ended and self.renderer.special(int(sample.tokens[-1])) is not None
             tokens = sample.tokens.tolist()
-            most = 1 if want.single_call else self._most_calls
+            most = 1 if want.single_call else MOST_CALLS
             text = self.renderer.decode(tokens[:-1] if has_end else tokens)
             if self._family is not None:
                 # All tokens: the one that ends a turn of gpt-oss also closes its call.

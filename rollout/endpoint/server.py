@@ -43,7 +43,6 @@ from .requests import (
     wanted,
 )
 from .sessions import NoRoomError, Recorded, Session, SessionSpec, Ticket
-from .tools import MOST_CALLS
 from .turns import ABORT_SECONDS, LOOK_SECONDS, Turns, settled
 
 if TYPE_CHECKING:
@@ -83,7 +82,6 @@ class Endpoint:
         vouch: does such a request's work, again if the engine's weights turn out to have been wrong.
         tools: how calls are written (``environments.tools``).
         observation_tokens: longer observations are cut in the middle.
-        max_calls: tool calls of one turn that are read.
     """
 
     def __init__(
@@ -104,12 +102,11 @@ class Endpoint:
         vouch: Vouch | None = None,
         tools: str = "auto",
         observation_tokens: int = 2048,
-        max_calls: int = MOST_CALLS,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._vocabulary = len(tokenizer)
-        self._chat = Chat(tokenizer, tools, observation_tokens, max_calls)
+        self._chat = Chat(tokenizer, tools, observation_tokens)
         self._context = context
         self.model = model
         """The name of the model in answers."""
