@@ -97,16 +97,16 @@ def model() -> Any:
     return Qwen2ForCausalLM(model_config())
 
 
-def learner(made_up: ModuleType, policy: Any, **settings: Any) -> Updates:
+def learner(made_up: ModuleType, policy: Any, staleness: int = 1, **settings: Any) -> Updates:
     config = made_up.config_of(
         learner={"optimizer": {"lr": 0.01, "eps": 0.1}, **settings},
         rollout={"max_new_tokens": 96},
-        replay={"groups_per_step": 1},
+        replay={"groups_per_step": 1, "max_staleness": staleness},
     )
     return Updates(DeepSpeedEngine(policy, config, torch.device("cpu")), config)
 
 
-def gradients(policy: Any, updates: Updates, group: Group) -> tuple[list[int], torch.Tensor]:
+def gradients(policy: Any, updates: Updates, mixed: MixedGroup) -> tuple[list[int], torch.Tensor]:
     """The tokens of the update's only forward pass, and the largest gradient of the state after each."""
     read: list[list[int]] = []
     found: list[torch.Tensor] = []
@@ -119,7 +119,7 @@ def gradients(policy: Any, updates: Updates, group: Group) -> tuple[list[int], t
             )
 
     handle = policy.model.register_forward_hook(watch, with_kwargs=True)
-    assert updates.train(1, [MixedGroup(group=group)], lr=0.01).applied
+    assert updates.train(1, [mixed], lr=0.01).applied
     handle.remove()
     ((tokens,), (largest,)) = (read, found)
     return tokens, largest
@@ -132,7 +132,7 @@ def test_the_gradient_at_an_environment_s_tokens_is_exactly_zero(
     policy = model()
     group = episodes(policy)
     updates = learner(made_up, policy, objective={"name": objective})
-    tokens, largest = gradients(policy, updates, group)
+    tokens, largest = gradients(policy, updates, MixedGroup(group=group))
     prompt = group.prompt_tokens.tolist()
     # One line: the prompt, which the episodes share, then each episode but for its last token, after which
     # nothing is predicted.
@@ -208,6 +208,27 @@ def conversation(number: int) -> MixedGroup:
         extra={},
     )
     return MixedGroup(group=group, traces=(trace,))
+
+
+@pytest.mark.parametrize(
+    "objective", ["luffy", "luffy_code", "rl_sft_loss", "chord", "exgrpo", "srft"]
+)
+def test_beside_own_samples_the_gradient_at_what_others_wrote_in_a_trace_is_exactly_zero(
+    objective: str, made_up: ModuleType
+) -> None:
+    policy = model()
+    group = episodes(policy)
+    (trace,) = conversation(0).traces
+    mixed = MixedGroup(group=replace(group, samples=group.samples[1:3]), traces=(trace,))
+    updates = learner(made_up, policy, objective={"name": objective}, staleness=0)
+    tokens, largest = gradients(policy, updates, mixed)
+    read, length = trace.tokens[:-1].tolist(), len(trace.tokens) - 1
+    (start,) = (at for at in range(len(tokens)) if tokens[at : at + length] == read)
+    theirs = torch.from_numpy(trace.source == Source.ENVIRONMENT)[1:]
+    states = largest[start : start + length]
+    assert states[theirs].count_nonzero() == 0
+    assert states[~theirs].count_nonzero() == int((~theirs).sum())
+    assert int(theirs.sum()) >= 10
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
