@@ -142,9 +142,11 @@ class SourceReader:
             problems += chunk.problems
             traces += chunk.traces
         if not problems:
+            first = next(iter(counts.bad_rows.first.values()), None)
+            way_out = "raise data.max_prompt_tokens, or name another file"
             raise DataError(
-                f"{file.name}: not one of its rows can be used ({counts}): raise "
-                f"data.max_prompt_tokens, or name another file"
+                f"{file.name}: not one of its rows can be used ({counts}): "
+                f"{f'the first, {first}' if first else way_out}"
             )
         expected = getattr(source, "rows", None)
         if expected is not None and counts.seen != expected:

@@ -212,6 +212,11 @@ def test_a_template_that_writes_earlier_messages_otherwise_is_refused_by_name() 
         r"a\.jsonl row 0: column messages: '<think>.*' is what.*with message 4 it is", first
     )
     assert "set turns=last" in first
+    # With no other row it is all that is left to say.
+    with pytest.raises(
+        DataError, match=r"the first, a\.jsonl row 0: column messages: .*set turns=last"
+    ):
+        read(tok, {"messages": thought}, turns="all")
     with pytest.raises(DataError, match=r"row 0: column messages: .* data\.bad_rows=leave_out"):
         read(tok, {"messages": thought}, config=config_of("data.bad_rows=refuse"), turns="all")
 
