@@ -57,15 +57,22 @@ def conversation(
         raise DataError("a prompt has no messages")
     if templates.named(data.template).text is not None:
         return [turn for turn in turns if turn["role"] != "system"]
-    if data.remove_system:
-        turns = [turn for turn in turns if turn["role"] != "system"]
-    if data.system_prompt is not None and (not turns or turns[0]["role"] != "system"):
-        turns.insert(0, {"role": "system", "content": data.system_prompt})
-    return turns
+    return with_system(turns, data)
+
+
+def with_system(turns: Sequence[dict[str, Any]], data: DataConfig) -> list[dict[str, Any]]:
+    """Messages with the config's system prompt, or without their own."""
+    kept = [turn for turn in turns if not (data.remove_system and turn["role"] == "system")]
+    if data.system_prompt is not None and (not kept or kept[0]["role"] != "system"):
+        kept.insert(0, {"role": "system", "content": data.system_prompt})
+    return kept
 
 
 def render_text(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], data: DataConfig | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, str]],
+    data: DataConfig | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Renders a conversation as the prompt that the model continues.
 
@@ -74,6 +81,7 @@ def render_text(
             contents are joined by line breaks.
         messages: ``{"role", "content"}`` each.
         data: template, system prompt and prefill; None = the defaults.
+        tools: tools that the tokenizer's own chat template shows, in OpenAI's form.
 
     Returns:
         The text, with all special tokens that belong into it (:func:`beginning`).
@@ -81,13 +89,14 @@ def render_text(
     Raises:
         DataError: no messages, a malformed message, or more messages than the template holds.
     """
-    return render_texts(tokenizer, [messages], data)[0]
+    return render_texts(tokenizer, [messages], data, tools)[0]
 
 
 def render_texts(
     tokenizer: Any,
     conversations: Sequence[Sequence[Mapping[str, str]]],
     data: DataConfig | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
     """As :func:`render_text`, for several conversations in one call of the chat template's."""
     data = data or DataConfig()
@@ -102,13 +111,35 @@ def render_texts(
                 )
         texts = [template.fill(asked[0]["content"]) for asked in turns]
     elif template.name == templates.OWN and getattr(tokenizer, "chat_template", None) and turns:
-        _flatten_globals(tokenizer)
-        texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        texts = by_chat_template(tokenizer, turns, tools, opened=True)
     else:
         texts = ["\n".join(turn["content"] for turn in each) for each in turns]
     begin = beginning(tokenizer, data)
     # A template in a file may write the token itself.
     return [begin + str(text).removeprefix(begin) + data.prefill for text in texts]
+
+
+def by_chat_template(
+    tokenizer: Any,
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    opened: bool,
+) -> list[str]:
+    """Conversations as the tokenizer's own chat template writes them, in one call.
+
+    Args:
+        tokenizer: it has a chat template.
+        conversations: messages in OpenAI's form.
+        tools: the tools that they are offered.
+        opened: whether the assistant's next turn is opened.
+    """
+    _flatten_globals(tokenizer)
+    offered = {"tools": list(tools)} if tools else {}
+    texts: list[str] = tokenizer.apply_chat_template(
+        conversations, add_generation_prompt=opened, tokenize=False, **offered
+    )
+    return texts
 
 
 def beginning(tokenizer: Any, data: DataConfig | None = None) -> str:
@@ -183,10 +214,15 @@ def encode_responses(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
     Raises:
         DataError: the tokenizer names no end token.
     """
-    return [_ended(tokenizer, tokens) for tokens in encode_all(tokenizer, texts)]
+    return [ended(tokenizer, tokens) for tokens in encode_all(tokenizer, texts)]
 
 
-def _ended(tokenizer: Any, tokens: Int32Array) -> Int32Array:
+def ended(tokenizer: Any, tokens: Int32Array) -> Int32Array:
+    """``[L]`` tokens with the end token once, as the last one.
+
+    Raises:
+        DataError: the tokenizer names no end token.
+    """
     end = tokenizer.eos_token_id
     if end is None:
         raise DataError("the tokenizer names no end-of-sequence token: set eos_token in its files")

@@ -107,7 +107,10 @@ class Source(IntEnum):
     EXPERT = 1
     """From another model's trace: enters the loss with the off-policy weight."""
     ENVIRONMENT = 2
-    """Written by a tool or an environment: context only, never in a loss or a denominator."""
+    """Written by a tool, an environment or a user: context only, never in a loss or a denominator."""
+
+
+_OF_TRACES = (Source.EXPERT.value, Source.ENVIRONMENT.value)
 
 
 class Verdict(StrEnum):
@@ -378,7 +381,7 @@ class Problem(Record, frozen=True, kw_only=True, eq=False):
         _as_declared(self)
 
 
-class ExpertTrace(Record, frozen=True, kw_only=True, eq=False):
+class ExpertTrace(Record, frozen=True, kw_only=True, eq=False, omit_defaults=True):
     """A sample that another model wrote. Graded once, at ingest; never sent to an engine."""
 
     trace_id: str
@@ -401,13 +404,23 @@ class ExpertTrace(Record, frozen=True, kw_only=True, eq=False):
     """Reward components by name."""
     grader: str | None
     """``name@version`` of the grader."""
+    source: UInt8Array | None = None
+    """``[L]`` a :class:`Source` per token, expert or environment: of a whole conversation, what users and tools
+    wrote is context only; ``text`` is then that of its last answer. None = the expert wrote all of it."""
 
     def __post_init__(self) -> None:
         _as_declared(self)
-        if self.logprobs is not None and len(self.logprobs) != len(self.tokens):
+        for name in ("logprobs", "source"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.tokens):
+                raise ValueError(
+                    f"a trace's arrays differ in length: tokens {len(self.tokens)}, {name} "
+                    f"{len(values)}"
+                )
+        if self.source is not None and not np.isin(self.source, _OF_TRACES).all():
             raise ValueError(
-                f"a trace's arrays differ in length: tokens {len(self.tokens)}, logprobs "
-                f"{len(self.logprobs)}"
+                f"a trace has tokens of sources {np.unique(self.source).tolist()}: they may be "
+                f"{Source.EXPERT.value} (expert) and {Source.ENVIRONMENT.value} (environment)"
             )
 
     @classmethod

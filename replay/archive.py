@@ -49,8 +49,9 @@ from ..common.records import (
 )
 from ..common.run_folder import replace_folder, write_atomic
 
-VERSION = 1
-"""Raised when the columns change in a way that older readers would misread."""
+VERSION = 2
+"""Raised when the columns change in a way that older readers would misread. Files without traces in which others
+wrote tokens have version 1, so that older versions read them as well."""
 _KEY = b"tandem.archive"
 FILE_BYTES = 256 << 20
 """Size from which on :func:`join` begins a new file."""
@@ -81,6 +82,7 @@ _SAMPLE = {
     "grader": _TEXT,
     "episode": _TEXT,
 }
+_TRACE_ARRAYS = ("tokens", "logprobs", "source")
 _TRACE = {
     "trace_id": _TEXT,
     "problem_id": _TEXT,
@@ -339,7 +341,7 @@ def join(
             every = [one for batch in part.to_batches(READ_GROUPS) for one in _groups(batch)]
             part = table(change(every))
         # Files of an earlier version lack columns, and a file has one schema.
-        if writer is not None and not part.schema.equals(writer.schema):
+        if writer is not None and not part.schema.equals(writer.schema, check_metadata=True):
             writer.close()
             writer = None
         if writer is None:
@@ -378,8 +380,9 @@ def table(groups: Sequence[ArchivedGroup]) -> pa.Table:
     columns["samples"] = _nested([one.group.samples for one in groups], _samples)
     columns["traces"] = _nested([one.traces for one in groups], _traces)
     columns["replaced"] = _nested([one.replaced for one in groups], _samples)
+    masked = any(trace.source is not None for one in groups for trace in one.traces)
     made = pa.table(columns)
-    return made.replace_schema_metadata({_KEY: str(VERSION)})
+    return made.replace_schema_metadata({_KEY: str(VERSION if masked else 1)})
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str, kind: pa.DataType) -> pa.Array:
@@ -438,8 +441,7 @@ def _traces(traces: list[ExpertTrace]) -> pa.StructArray:
         }
         for trace in traces
     ]
-    arrays = {name: _ARRAYS[name] for name in ("tokens", "logprobs")}
-    columns = {n: _ragged([getattr(one, n) for one in traces], kind) for n, kind in arrays.items()}
+    columns = {n: _ragged([getattr(one, n) for one in traces], _ARRAYS[n]) for n in _TRACE_ARRAYS}
     columns |= {name: _column(plain, name, kind) for name, kind in _TRACE.items()}
     return _struct(columns)
 
@@ -521,11 +523,11 @@ def _read_samples(column: pa.StructArray) -> Iterator[Sample]:
 
 
 def _read_traces(column: pa.StructArray) -> Iterator[ExpertTrace]:
-    tokens, logprobs = _parts(column.field("tokens")), _parts(column.field("logprobs"))
+    known = {field.name for field in column.type}
+    arrays = {name: _parts(column.field(name)) for name in _TRACE_ARRAYS if name in known}
     for place, row in enumerate(_plain(column, _TRACE)):
         yield ExpertTrace(
-            tokens=tokens[place],
-            logprobs=logprobs[place],
+            **{name: parts[place] for name, parts in arrays.items()},
             verdict=Verdict(row.pop("verdict")),
             components=dict(row.pop("components")),
             **row,

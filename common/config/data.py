@@ -40,6 +40,9 @@ class SourceConfig(Section):
     """Short name for metrics and ids; None = the file's stem."""
     form: str | None = None
     """Form of its rows, by name or as ``package.module:function``; None = found by the columns."""
+    turns: Literal["last", "all"] = "last"
+    """Answers of a conversation that are learned from: the ``last`` one, whose prompt is all that stands before it, or
+    ``all``, whose prompt is what stands before the first one; users, tools and the chat template are then masked."""
     weight: Positive = 1
     """Problems that are taken from this source for each ``weight`` of the others."""
     limit: Positive | None = None

@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="DIR", help="whose tokenizer counts; without one, characters are counted"
     )
     parser.add_argument("--form", metavar="NAME", help="the files' form (data.train.N.form)")
+    parser.add_argument(
+        "--turns",
+        choices=("last", "all"),
+        default="last",
+        help="answers of a conversation that are learned from (data.train.N.turns)",
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="at most N rows of each file")
     parser.add_argument("--seed", type=int, metavar="N", help="draw them at random")
     parser.add_argument(
@@ -102,11 +108,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--seed {arguments.seed} draws as many rows as --limit N says: give that too"
         )
+    if arguments.turns == "all" and arguments.write:
+        raise ConfigError(
+            "--turns all says what a run learns from, and --write writes rows as they are: leave one of them out"
+        )
     if arguments.write:
         output_file(arguments.write)
     files, overrides = _split(arguments.words)
     config = _config(arguments, overrides)
     model = arguments.model or (config.model.path if arguments.preset else None)
+    if arguments.turns == "all" and not model:
+        raise ConfigError(
+            "--turns all tells answers apart by a model's chat template: name the model with --model"
+        )
     tokenizer = load_tokenizer(model) if model else Characters()
     writer = RowWriter(arguments.write, arguments.into or "luffy") if arguments.write else None
     without = _questions(arguments.without) if arguments.without else frozenset()
@@ -172,6 +186,7 @@ def _source(file: Path, arguments: argparse.Namespace) -> SourceConfig:
     return SourceConfig(
         path=str(file),
         form=arguments.form,
+        turns=arguments.turns,
         limit=arguments.limit,
         seed=arguments.seed,
         correct_only=arguments.correct,
@@ -275,7 +290,9 @@ def _question(content: Content) -> bytes:
     """Digest of what a row asks."""
     import hashlib
 
-    asked = "\0".join(m.content.strip() for m in content.prompt if m.role == "user")
+    said = [m.content for m in content.prompt if m.role == "user"]
+    said += [one["content"] for one in content.turns if one["role"] == "user"]
+    asked = "\0".join(text.strip() for text in said)
     return hashlib.blake2b(asked.encode(), digest_size=16).digest()
 
 

@@ -40,6 +40,8 @@ class SourceCounts:
     """Those of them whose chosen response has more tokens than the rejected one."""
     chosen_shorter: int = 0
     """Those whose chosen response has fewer."""
+    earlier_answers: int = 0
+    """Traces of conversations with earlier answers, which aren't learned from."""
     unknown_logprobs: int = 0
     """Traces whose recorded log-probs are from another tokenizer and were left out."""
 
@@ -66,6 +68,10 @@ class SourceCounts:
             (self.long_prompts, "prompts too long"),
             *((count, what) for what, count in self.filtered.items()),
             (self.long_traces, "traces too long"),
+            (
+                self.earlier_answers,
+                "rows' earlier answers (only the last one of each row is learned from)",
+            ),
             (self.unknown_logprobs, "traces with log-probs of another tokenizer (taken off)"),
             *((n, f"traces graded {verdict}") for verdict, n in self.refused_traces.items()),
             (self.unpaid_traces, "traces graded correct and paid nothing (is a gate closed?)"),

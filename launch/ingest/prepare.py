@@ -156,8 +156,9 @@ def _without_new(data: Mapping[str, Any]) -> dict[str, Any]:
         }
         for one in data["evaluate"]
     ]
+    train = [{k: v for k, v in one.items() if (k, v) != ("turns", "last")} for one in data["train"]]
     kept = {key: value for key, value in data.items() if (key, value) != ("pack_tokens", None)}
-    return {**kept, "evaluate": evaluate}
+    return {**kept, "train": train, "evaluate": evaluate}
 
 
 def prepare(
@@ -239,6 +240,8 @@ def prepare(
         # Grades are left out: a newer grader that accepts the same traces leaves the data unchanged.
         digest.update(f"{trace.trace_id} {trace.tokenizer_digest} ".encode())
         digest.update(trace.tokens.tobytes())
+        if trace.source is not None:
+            digest.update(trace.source.tobytes())
     return Prepared(
         problems=tuple(problems),
         traces=tuple(traces),
@@ -251,10 +254,15 @@ def prepare(
 
 def _check_source(source: SourceConfig | EvalSetConfig, path: Path) -> None:
     """Refuses a source of no known form; the rows of an archive have none."""
+    turns = getattr(source, "turns", "last")
     if not of_archive(path):
-        check_form(path, source.form)
+        check_form(path, source.form, whole=turns == "all")
     elif source.form is not None:
         raise DataError(f"{path} is an archive, which has no form: leave out form={source.form}")
+    elif turns == "all":
+        raise DataError(
+            f"{path} is an archive, whose samples are learned from as they were sampled: leave out turns=all"
+        )
 
 
 def _check_pairs(config: Config, problems: Sequence[Problem]) -> None:

@@ -26,6 +26,7 @@ from ...common.records import ExpertTrace, FinishReason, Problem, Verdict
 from ...replay.forms import Content, DataRow, RowError, read_rows
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
+from . import turns
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
 from .chunk import Chunk, first_of
 from .columns import broken, check_template, extra_of, task_of, with_tests
@@ -62,6 +63,8 @@ class _Draft:
     """What its environment is given; None without one."""
     tokens: NDArray[np.int32] | None = None
     problem: Problem | None = None
+    answers: tuple[turns.Answer, ...] = ()
+    """All answers of its conversation, if they are learned from."""
     trace: ExpertTrace | None = None
     rejected: ExpertTrace | None = None
 
@@ -139,9 +142,11 @@ class SourceReader:
             problems += chunk.problems
             traces += chunk.traces
         if not problems:
+            first = next(iter(counts.bad_rows.first.values()), None)
+            way_out = "raise data.max_prompt_tokens, or name another file"
             raise DataError(
-                f"{file.name}: not one of its rows can be used ({counts}): raise "
-                f"data.max_prompt_tokens, or name another file"
+                f"{file.name}: not one of its rows can be used ({counts}): "
+                f"{f'the first, {first}' if first else way_out}"
             )
         expected = getattr(source, "rows", None)
         if expected is not None and counts.seen != expected:
@@ -169,7 +174,10 @@ class SourceReader:
         seed is not: it can only be drawn once all rows are known."""
         name = source.short_name
         left_out = None if self._config.data.bad_rows == "refuse" else counts.bad_rows
-        rows = read_rows(file, source.form, left_out)
+        whole = getattr(source, "turns", "last") == "all"
+        if whole:
+            turns.check(self._config, self._tokenizer)
+        rows = read_rows(file, source.form, left_out, whole=whole)
         limit = source.limit if getattr(source, "seed", None) is None else None
         done = 0
         for drafts in self._rendered_chunks(rows, file, counts, ahead=limit is None):
@@ -349,13 +357,17 @@ class SourceReader:
             [{"role": m.role, "content": m.content} for m in row.content.prompt] for row in rows
         ]
         try:
+            if any(row.content.tools for row in rows):
+                return [self._text(*one) for one in zip(rows, asked, strict=True)]
             return prompts.render_texts(self._tokenizer, asked, self._config.data)
         except Exception:  # noqa: BLE001 - one of them can't be rendered: which one, and why?
             return [self._text(*one) for one in zip(rows, asked, strict=True)]
 
     def _text(self, row: DataRow, messages: Sequence[Mapping[str, str]]) -> str:
         try:
-            return prompts.render_text(self._tokenizer, messages, self._config.data)
+            return prompts.render_text(
+                self._tokenizer, messages, self._config.data, row.content.tools
+            )
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from None
         except Exception as error:  # noqa: BLE001 - a chat template may raise anything
@@ -382,6 +394,8 @@ class SourceReader:
         filters = source.correct_only or source.max_target_tokens is not None
         if not (needs_traces(self._config) or filters or not self._grades):
             return drafts
+        if source.turns == "all":
+            drafts = [draft for draft in drafts if self._told_apart(draft, counts)]
         rejects = self._config.learner.objective.rejects
         answered = []
         for draft in drafts:
@@ -422,24 +436,62 @@ class SourceReader:
         """Gives the drafts their traces, ungraded, unless they are too long; returns their lengths in tokens
         (in characters if they are surely too long)."""
         limit = self._config.rollout.max_new_tokens
-        texts = [self._continued(draft, draft.row.content.target or "") for draft in drafts]
-        short = [text if len(text) <= limit * self._longest else "" for text in texts]
+        texts = [
+            draft.row.content.target or ""
+            if draft.answers
+            else self._continued(draft, draft.row.content.target or "")
+            for draft in drafts
+        ]
+        sizes = [
+            turns.size(draft.answers) if draft.answers else len(text)
+            for draft, text in zip(drafts, texts, strict=True)
+        ]
+        surely = [size > limit * self._longest for size in sizes]
+        each = list(zip(drafts, texts, sizes, surely, strict=True))
+        alone = ["" if long or draft.answers else text for draft, text, _, long in each]
+        encoded = prompts.encode_responses(self._tokenizer, alone)
+        whole = turns.encode(
+            self._tokenizer,
+            [draft.answers for draft, _, _, long in each if not long and draft.answers],
+        )
         lengths = []
-        encoded = prompts.encode_responses(self._tokenizer, short)
-        for draft, text, tokens in zip(drafts, texts, encoded, strict=True):
-            surely = len(text) > limit * self._longest
-            lengths.append(len(text) if surely else len(tokens))
-            if surely or len(tokens) > limit:
+        for (draft, text, size, long), tokens in zip(each, encoded, strict=True):
+            source = None
+            if draft.answers and not long:
+                tokens, source = next(whole)
+            lengths.append(size if long else len(tokens))
+            if long or len(tokens) > limit:
                 if self._config.data.overlong == "refuse":
-                    length = f"{len(text):,} characters" if surely else f"{len(tokens):,} tokens"
+                    length = f"{size:,} characters" if long else f"{len(tokens):,} tokens"
                     raise DataError(
                         f"{draft.row.place}: the trace has {length} and rollout.max_new_tokens is "
                         f"{limit:,}: raise it, or set data.overlong=drop"
                     )
                 counts.long_traces += 1
                 continue
-            draft.trace = self._trace(draft, text, tokens, counts)
+            draft.trace = replace(self._trace(draft, text, tokens, counts), source=source)
+            content = draft.row.content
+            earlier = any(message.role == "assistant" for message in content.prompt)
+            # Of a pair both responses go on from the same answers.
+            counts.earlier_answers += earlier and content.rejected is None
         return lengths
+
+    def _told_apart(self, draft: _Draft, counts: SourceCounts) -> bool:
+        """Tells the answers of a draft's conversation apart; False if the row has to be left out."""
+        content = draft.row.content
+        said = sum(len(one["content"]) for one in content.turns)
+        if said > self._config.rollout.max_new_tokens * self._longest:
+            # To render it again and again would take long, and it is left out anyhow.
+            draft.answers = (
+                turns.Answer(said="".join(one["content"] for one in content.turns), after=""),
+            )
+        elif content.turns:
+            try:
+                draft.answers = turns.answers(self._tokenizer, content, self._config)
+            except RowError as error:
+                self._leave_out(draft, counts, error.reason, str(error))
+                return False
+        return True
 
     def _judge(self, drafts: Sequence[_Draft], counts: SourceCounts) -> None:
         """Gives traces the data's own verdicts, and pairs their worse responses."""

@@ -156,7 +156,7 @@ def _samples(mixed: MixedGroup, temperature: float) -> Iterator[Sample]:
         unknown = np.full(length, np.nan, np.float32)
         yield Sample(
             tokens=trace.tokens,
-            source=np.full(length, _EXPERT, np.uint8),
+            source=np.full(length, _EXPERT, np.uint8) if trace.source is None else trace.source,
             logprobs=unknown if trace.logprobs is None else trace.logprobs,
             spans=(),
             finish_reason=_STOP,

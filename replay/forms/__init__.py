@@ -101,7 +101,7 @@ class LeftOut:
 
 
 def read_rows(
-    path: Path, form: str | None = None, left_out: LeftOut | None = None
+    path: Path, form: str | None = None, left_out: LeftOut | None = None, *, whole: bool = False
 ) -> Iterator[DataRow]:
     """Rows of a data file, or of the data files in a folder.
 
@@ -109,9 +109,11 @@ def read_rows(
         path: a file or a folder.
         form: name of a form, or ``package.module:function``; None = found by the columns.
         left_out: counts rows that can't be used; None = the first one raises.
+        whole: whether all answers of a conversation are learned from.
 
     Raises:
-        DataError: no such file, an unknown form, no rows, or (without ``left_out``) a bad row.
+        DataError: no such file, an unknown form, or one without conversations where they should be ``whole``, no rows,
+            or (without ``left_out``) a bad row.
     """
     number = 0
     named = named_form(form) if form is not None else None
@@ -126,7 +128,7 @@ def read_rows(
                     raise raw
                 if found is None:
                     found = form_of(file, raw)
-                content = found.read(raw)
+                content = _reader(file, found, whole)(raw)
             except RowError as error:
                 if left_out is None:
                     raise DataError(f"{place}, {error}") from None
@@ -138,7 +140,7 @@ def read_rows(
         raise DataError(f"{path} holds no rows: name a file with at least one problem")
 
 
-def check_form(path: Path, form: str | None = None) -> None:
+def check_form(path: Path, form: str | None = None, *, whole: bool = False) -> None:
     """Finds the form of every file of a source by its first row, in a moment.
 
     Raises:
@@ -149,8 +151,23 @@ def check_form(path: Path, form: str | None = None) -> None:
     if all(first is None for first in firsts):
         raise DataError(f"{path} holds no rows: name a file with at least one problem")
     for file, first in zip(data_files(path), firsts, strict=True):
+        found = named
         if named is None and first is not None and not isinstance(first, RowError):
-            form_of(file, first)
+            found = form_of(file, first)
+        if found is not None:
+            _reader(file, found, whole)
+
+
+def _reader(file: Path, form: Form, whole: bool) -> Callable[[Mapping[str, Any]], Content]:
+    if not whole:
+        return form.read
+    if form.read_whole is None:
+        able = " or ".join(one.name for one in FORMS if one.read_whole is not None)
+        raise DataError(
+            f"{file} has the form {form.name}, whose rows have one response each, and turns=all learns from all "
+            f"answers of a conversation: leave turns out, or store the rows in the form {able}"
+        )
+    return form.read_whole
 
 
 def _raw(file: Path, form: Form | None) -> Iterator[Raw]:
@@ -212,7 +229,13 @@ def named_form(name: str) -> Form:
     """
     if ":" in name:
         function = import_path.load(name, key="form", process="the ingest")
-        return Form(name=name, about="a function of yours", columns=(), read=_own(name, function))
+        return Form(
+            name=name,
+            about="a function of yours",
+            columns=(),
+            read=_own(name, function, whole=False),
+            read_whole=_own(name, function, whole=True),
+        )
     for form in FORMS:
         if form.name == name:
             return form
@@ -223,7 +246,7 @@ def named_form(name: str) -> Form:
 
 
 def _own(
-    name: str, function: Callable[[Mapping[str, Any]], Any]
+    name: str, function: Callable[[Mapping[str, Any]], Any], *, whole: bool
 ) -> Callable[[Mapping[str, Any]], Content]:
     def read(row: Mapping[str, Any]) -> Content:
         try:
@@ -246,6 +269,6 @@ def _own(
                 f"as {name} returns it has no known form",
                 "return prompt and gold",
             )
-        return fits.read(made)
+        return _reader(Path(name), fits, whole)(made)
 
     return read

@@ -1,8 +1,10 @@
 """A conversation: ``messages`` (``{role, content}``) or ``conversations`` (ShareGPT's ``{from, value}``).
 
-The last message, if it is the assistant's, is the response; those before it are the prompt. A gold
-answer may stand in ``ground_truth``, ``gold``, ``expected_answer`` or ``answer``, the data set's name
-in ``dataset`` or ``source``, and in ``label`` whether the response is a wanted one, true or false.
+The last message, if it is the assistant's, is the response; those before it are the prompt. With ``turns: all`` of a
+source the prompt is what stands before the first answer, all answers are learned from, and there may be calls of tools
+(``tool_calls``), their results (messages of the role ``tool``) and a column ``tools``. A gold answer may stand in
+``ground_truth``, ``gold``, ``expected_answer`` or ``answer``, the data set's name in ``dataset`` or ``source``, and in
+``label`` whether the last answer is a wanted one, true or false.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from .form import Form
 from .row import (
     GOLDS,
     SOURCES,
+    TOOL,
     Content,
+    Message,
     RowError,
+    as_list,
     as_messages,
     first_of,
     gold,
@@ -23,16 +28,52 @@ from .row import (
     others,
     present,
     source_of,
+    whole_messages,
 )
 
 CONVERSATIONS = ("messages", "conversations")
+TOOLS = "tools"
+"""Column with the tools that a conversation is offered."""
 
 
 def read(row: Mapping[str, Any]) -> Content:
-    column = first_of(row, CONVERSATIONS) or CONVERSATIONS[0]
+    column = _column(row)
     found = messages(row, column)
     target = found[-1].content if found[-1].role == "assistant" else None
     prompt = found[:-1] if target is not None else found
+    return _content(row, prompt, target)
+
+
+def read_whole(row: Mapping[str, Any]) -> Content:
+    column = _column(row)
+    found = whole_messages(row, column)
+    answers = [place for place, one in enumerate(found) if one["role"] == "assistant"]
+    if not answers:
+        return read(row)
+    first, last = answers[0], answers[-1]
+    if any(one["role"] == TOOL for one in found[:first]):
+        raise RowError(
+            column, row[column], "begins with a tool's message", "let an answer call the tool"
+        )
+    prompt = tuple(Message(role=one["role"], content=one["content"]) for one in found[:first])
+    tools = tuple(as_list(row[TOOLS], TOOLS)) if row.get(TOOLS) is not None else ()
+    return _content(
+        row, prompt, found[last]["content"], turns=tuple(found[first : last + 1]), tools=tools
+    )
+
+
+def _column(row: Mapping[str, Any]) -> str:
+    return first_of(row, CONVERSATIONS) or CONVERSATIONS[0]
+
+
+def _content(
+    row: Mapping[str, Any],
+    prompt: tuple[Message, ...],
+    target: str | None,
+    turns: tuple[Mapping[str, Any], ...] = (),
+    tools: tuple[Mapping[str, Any], ...] = (),
+) -> Content:
+    column = _column(row)
     if not any(message.role == "user" for message in prompt):
         raise RowError(column, row[column], "has no user's message", "a prompt needs one")
     golds = (*GOLDS, "answer")
@@ -45,7 +86,18 @@ def read(row: Mapping[str, Any]) -> Content:
         target=target,
         label=label if is_label else None,
         data_source=source_of(row),
-        extra=others(row, (*CONVERSATIONS, *golds, *SOURCES, *(["label"] if is_label else []))),
+        extra=others(
+            row,
+            (
+                *CONVERSATIONS,
+                *golds,
+                *SOURCES,
+                *((TOOLS,) if turns else ()),
+                *(("label",) if is_label else ()),
+            ),
+        ),
+        turns=turns,
+        tools=tools,
     )
 
 
@@ -70,5 +122,6 @@ FORM = Form(
     columns=tuple((column,) for column in CONVERSATIONS),
     also=(*GOLDS, *SOURCES),
     read=read,
+    read_whole=read_whole,
     write=write,
 )

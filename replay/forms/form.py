@@ -23,6 +23,8 @@ class Form:
     """Columns that it reads if they are there."""
     read: Callable[[Mapping[str, Any]], Content]
     """Reads one row; raises :class:`~.row.RowError` if it can't be used."""
+    read_whole: Callable[[Mapping[str, Any]], Content] | None = None
+    """The same such that all answers of a conversation are learned from; None = the form has one response a row."""
     write: Callable[[Content], dict[str, Any]] | None = None
     """Makes a row that reads as this content; raises :class:`~.row.RowError` if the form can't hold it."""
     claims: Callable[[Mapping[str, Any]], bool] | None = None

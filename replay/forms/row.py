@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct, field
@@ -12,6 +12,8 @@ from ...common.errors import DataError
 from ...common.records import Float32Array
 
 ROLES = ("system", "user", "assistant")
+TOOL = "tool"
+"""The role of a message with a tool's result."""
 SHOWN = 60
 SOURCES = ("data_source", "dataset", "source", "problem_source")
 """Columns that may say where a row is from; the first one counts."""
@@ -50,6 +52,11 @@ class Content(Struct, frozen=True, kw_only=True, eq=False):
     """Other columns, as plain values; None for an absent value."""
     target_logprobs: Float32Array | None = None
     """``[tokens of the target + 1]`` nats, under the expert's own tokenizer; None if unknown."""
+    turns: tuple[Mapping[str, Any], ...] = ()
+    """Messages from the first answer to the last one, ``target``, in OpenAI's form and with values as arguments of tool
+    calls, if all answers of a conversation are learned from; the prompt is then what stands before them."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The tools that such a conversation is offered, in OpenAI's form."""
 
 
 class RowError(DataError):
@@ -84,26 +91,89 @@ def text(row: Mapping[str, Any], column: str) -> str:
 
 def messages(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
     """A column's messages, at least one; also ShareGPT's ``{from, value}``."""
-    value = row.get(column)
-    way_out = "store a list of {'role': …, 'content': …}"
-    if not isinstance(value, list) or not value:
-        raise RowError(column, value, "isn't a list of messages", way_out)
     found = []
-    for item in value:
-        if isinstance(item, dict) and {"from", "value"} <= item.keys():
-            role, content = _SHAREGPT.get(item["from"], item["from"]), item["value"]
-        elif isinstance(item, dict) and {"role", "content"} <= item.keys():
-            role, content = item["role"], item["content"]
-        else:
-            raise RowError(column, item, "isn't a message", way_out)
+    for item in _items(row, column):
+        role, content = item["role"], item["content"]
         if role not in ROLES:
-            raise RowError(column, role, "isn't a role", f"use one of {', '.join(ROLES)}")
+            way_out = f"use one of {', '.join(ROLES)}"
+            if role == "tool":
+                way_out += ", or turns=all of a source, which reads tools' messages as well"
+            raise RowError(column, role, "isn't a role", way_out)
         if not isinstance(content, str) or not content:
             raise RowError(
                 column, content, f"is the content of a {role} message", "it must be text"
             )
         found.append(Message(role=role, content=content))
     return tuple(found)
+
+
+def whole_messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    """The same with tools' messages, calls of tools and whatever else stands in a message, as a chat template reads it."""
+    found = []
+    for item in _items(row, column):
+        # Parquet gives all messages of a column the same keys.
+        message = {str(key): plain(value) for key, value in item.items() if value is not None}
+        role, calls = message.get("role"), message.get("tool_calls")
+        if role not in (*ROLES, TOOL):
+            raise RowError(column, role, "isn't a role", f"use one of {', '.join((*ROLES, TOOL))}")
+        if calls is not None:
+            message["tool_calls"] = [_call(call, column) for call in as_list(calls, column)]
+        content = message.setdefault("content", "")
+        may_be_empty = role == TOOL or bool(calls)
+        if not isinstance(content, str) or not (content or may_be_empty):
+            raise RowError(
+                column, content, f"is the content of a {role} message", "it must be text"
+            )
+        found.append(message)
+    return found
+
+
+def as_list(value: Any, column: str) -> list[Any]:
+    """A list of maps, which may be stored as JSON."""
+    found = _from_json(value)
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise RowError(column, value, "isn't a list of objects", "store one, or its JSON")
+    return found
+
+
+def _call(call: dict[str, Any], column: str) -> dict[str, Any]:
+    """A call of a tool with its arguments as values: OpenAI's form has them as JSON, which templates would write as a
+    text."""
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowError(
+            column, call, "is a call of no tool", "store {'function': {'name': …, 'arguments': …}}"
+        )
+    made = {**function, "arguments": _from_json(function.get("arguments", {}))}
+    return {**call, "function": made} if "function" in call else made
+
+
+def _from_json(value: Any) -> Any:
+    """The value that a text of JSON stands for; whatever isn't one as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _items(row: Mapping[str, Any], column: str) -> Iterator[dict[str, Any]]:
+    """The maps in a column of messages, each with ``role`` and ``content``."""
+    value = row.get(column)
+    way_out = "store a list of {'role': …, 'content': …}"
+    if not isinstance(value, list) or not value:
+        raise RowError(column, value, "isn't a list of messages", way_out)
+    for item in value:
+        if isinstance(item, dict) and {"from", "value"} <= item.keys():
+            said = item["from"]
+            yield {"role": _SHAREGPT.get(said, said), "content": item["value"]}
+        elif (
+            isinstance(item, dict)
+            and "role" in item
+            and ("content" in item or item.get("tool_calls"))
+        ):
+            yield {"content": None, **item}
+        else:
+            raise RowError(column, item, "isn't a message", way_out)
 
 
 _SHAREGPT = {"human": "user", "gpt": "assistant", "user": "user", "system": "system"}

@@ -3,6 +3,7 @@ run is under way."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -124,6 +125,37 @@ def test_offline_an_objective_is_refused_that_learns_nothing_from_a_trace_alone(
     else:
         assert "learner.source=ledger" in str(compared)
         assert "learner.source=ledger" in str(rewarded)
+
+
+WHOLE = "data.train=[{path: a.jsonl, turns: all}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["expert.per_group=0"], r"learns from no answer of its data.*learner\.source=offline"),
+        (
+            [OFFLINE, named("sft"), "data.archive=old"],
+            r"learns from no answer .* without data\.archive",
+        ),
+        (["expert.per_group=1", "expert.prefix=fixed"], r"expert\.prefix=fixed would begin"),
+        ([OFFLINE, named("sft"), "data.pack_tokens=8"], r"data\.pack_tokens=8 from all tokens"),
+        ([OFFLINE, named("dpo")], r"dpo compares two responses .* choose sft"),
+        ([OFFLINE, named("sft"), "data.template=qwen"], r"data\.template=qwen: set"),
+        ([OFFLINE, named("sft"), "data.prefill=<think>"], r"data\.prefill='<think>' would begin"),
+    ],
+)
+def test_all_answers_are_learned_from_only_where_they_can_be_told_apart(
+    overrides: list[str], why: str
+):
+    assert re.search(why, str(start(WHOLE, *overrides)))
+    # By default only the last one is, with any settings.
+    assert "turns" not in str(start("data.train=[{path: a.jsonl}]", *overrides))
+
+
+def test_all_answers_are_learned_from_offline_and_beside_own_samples():
+    assert start(WHOLE, OFFLINE, named("sft")) is None
+    assert start(WHOLE, "expert.per_group=1", named("luffy")) is None
 
 
 def test_offline_an_objective_of_your_own_is_tried():

@@ -11,6 +11,7 @@ from msgspec import structs
 from tandem.common.plain import Record
 from tandem.common.records import (
     Episode,
+    ExpertTrace,
     FinishReason,
     Group,
     Sample,
@@ -138,6 +139,32 @@ def test_other_widths_become_the_declared_ones_where_nothing_is_lost():
     assert (found.logprobs.dtype, found.logprobs.tolist()) == (np.float32, [0.0, -1.0, -2.0, -3.0])
 
 
+def trace(**changes: Any) -> ExpertTrace:
+    values: dict[str, Any] = {
+        "trace_id": "a/0#0",
+        "problem_id": "a/0",
+        "tokens": np.arange(3, dtype=np.int32),
+        "logprobs": None,
+        "text": "",
+        "tokenizer_digest": "",
+        "reward": 1.0,
+        "verdict": Verdict.CORRECT,
+        "components": {},
+        "grader": None,
+    }
+    return ExpertTrace(**{**values, **changes})
+
+
+def test_every_token_of_a_trace_is_the_experts_or_the_environments():
+    assert trace(source=[1, 2, 1]).source.dtype == np.uint8
+    with pytest.raises(ValueError, match="differ in length: tokens 3, source 2"):
+        trace(source=[1, 2])
+    with pytest.raises(ValueError, match=r"tokens of sources \[0, 1\]: they may be 1 \(expert\)"):
+        trace(source=[1, 0, 1])
+
+
+LATER = {Sample: {"token_rewards", "episode"}, ExpertTrace: {"source"}}
+"""Fields that came later."""
 KINDS = [kind for kind in Record.__subclasses__() if kind.__module__ == Sample.__module__]
 
 
@@ -149,5 +176,5 @@ def test_every_record_is_frozen_keyword_only_and_whole(cls: type[Record]):
     assert not cls.__match_args__  # what could be given by place
     # A field that came later has a default, which isn't written: what older releases stored stays as it was.
     later = {field.name for field in structs.fields(cls) if not field.required}
-    assert later == ({"token_rewards", "episode"} if cls is Sample else set())
+    assert later == LATER.get(cls, set())
     assert config.omit_defaults == bool(later)

@@ -85,6 +85,22 @@ def an_episode() -> Episode:
     )
 
 
+def a_trace(**changes: Any) -> ExpertTrace:
+    values: dict[str, Any] = {
+        "trace_id": "a/1#0",
+        "problem_id": "a/1",
+        "tokens": np.arange(3, dtype=np.int32),
+        "logprobs": np.zeros(3, np.float32),
+        "text": "t",
+        "tokenizer_digest": "x",
+        "reward": None,
+        "verdict": Verdict.CORRECT,
+        "components": {},
+        "grader": None,
+    }
+    return ExpertTrace(**{**values, **changes})
+
+
 RECORDS: list[Any] = [
     Version(term=3, step=70),
     VersionSpan(term=1, step=2, start=3, end=4),
@@ -102,18 +118,8 @@ RECORDS: list[Any] = [
         ability="math",
         extra={},
     ),
-    ExpertTrace(
-        trace_id="a/1#0",
-        problem_id="a/1",
-        tokens=np.arange(3, dtype=np.int32),
-        logprobs=np.zeros(3, np.float32),
-        text="t",
-        tokenizer_digest="x",
-        reward=None,
-        verdict=Verdict.CORRECT,
-        components={},
-        grader=None,
-    ),
+    a_trace(),
+    a_trace(source=np.array([1, 2, 1], np.uint8)),
     Turn(start=1, end=3, reward=0.5, malformed=True),
     an_episode(),
     a_sample(4, episode=an_episode()),
@@ -401,6 +407,19 @@ def test_a_group_that_an_earlier_release_stored_is_read_and_written_as_it_was():
     assert wire.encode(group) == data
 
 
+def test_a_trace_that_an_earlier_release_stored_is_read_and_written_as_it_was():
+    data = bytes.fromhex(STORED_TRACE)
+    assert same(wire.decode(data, ExpertTrace), a_trace())
+    assert wire.encode(a_trace()) == data
+
+
+STORED_TRACE = (
+    "54444d017f116bbbc5208afd92ab45787065727454726163658aa874726163655f6964a5612f312330aa70726f626c65"
+    "6d5f6964a3612f31a6746f6b656e73c40c000000000100000002000000a86c6f6770726f6273c40c0000000000000000"
+    "00000000a474657874a174b0746f6b656e697a65725f646967657374a178a6726577617264c0a776657264696374a763"
+    "6f7272656374aa636f6d706f6e656e747380a6677261646572c0"
+)
+"""A trace from before its tokens had sources."""
 STORED = (
     b"R76byqz4$Ett^<klBGv-Z*_2ssAqC-b#Py4WTP-GF{fd4bY*RDbONS#Z*ps8a-nysaB^>AY-Md<X=I~eFEOofa&K"
     b"*LbYFCDYh`Y8#0Uid003|i0RXFTa&K*LbYFC3cyys~q-SqzWT7;xWMOn+UvqDDa${woWT$gsZE$R5bCHaubZ={AZ"

@@ -184,6 +184,7 @@ RECORDS: list[Any] = [
         verdict=Verdict.CORRECT,
         components={"accuracy": 1.0},
         grader=None,
+        source=np.array([1, 2, 1], np.uint8),
     ),
     a_group(),
     GroupSubmission(request_id=9, group=a_group()),

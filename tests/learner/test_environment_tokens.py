@@ -1,7 +1,8 @@
-"""Episodes with a tool's results: what a whole update does at tokens that an environment wrote, which is nothing."""
+"""Episodes and traces with a tool's results: what a whole update does at tokens that others wrote, which is nothing."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from tandem.common.records import (
+    ExpertTrace,
     FinishReason,
     Group,
     Sample,
@@ -95,16 +97,16 @@ def model() -> Any:
     return Qwen2ForCausalLM(model_config())
 
 
-def learner(made_up: ModuleType, policy: Any, **settings: Any) -> Updates:
+def learner(made_up: ModuleType, policy: Any, staleness: int = 1, **settings: Any) -> Updates:
     config = made_up.config_of(
         learner={"optimizer": {"lr": 0.01, "eps": 0.1}, **settings},
         rollout={"max_new_tokens": 96},
-        replay={"groups_per_step": 1},
+        replay={"groups_per_step": 1, "max_staleness": staleness},
     )
     return Updates(DeepSpeedEngine(policy, config, torch.device("cpu")), config)
 
 
-def gradients(policy: Any, updates: Updates, group: Group) -> tuple[list[int], torch.Tensor]:
+def gradients(policy: Any, updates: Updates, mixed: MixedGroup) -> tuple[list[int], torch.Tensor]:
     """The tokens of the update's only forward pass, and the largest gradient of the state after each."""
     read: list[list[int]] = []
     found: list[torch.Tensor] = []
@@ -117,7 +119,7 @@ def gradients(policy: Any, updates: Updates, group: Group) -> tuple[list[int], t
             )
 
     handle = policy.model.register_forward_hook(watch, with_kwargs=True)
-    assert updates.train(1, [MixedGroup(group=group)], lr=0.01).applied
+    assert updates.train(1, [mixed], lr=0.01).applied
     handle.remove()
     ((tokens,), (largest,)) = (read, found)
     return tokens, largest
@@ -130,7 +132,7 @@ def test_the_gradient_at_an_environment_s_tokens_is_exactly_zero(
     policy = model()
     group = episodes(policy)
     updates = learner(made_up, policy, objective={"name": objective})
-    tokens, largest = gradients(policy, updates, group)
+    tokens, largest = gradients(policy, updates, MixedGroup(group=group))
     prompt = group.prompt_tokens.tolist()
     # One line: the prompt, which the episodes share, then each episode but for its last token, after which
     # nothing is predicted.
@@ -167,3 +169,104 @@ def test_what_is_recorded_at_an_environment_s_tokens_doesn_t_matter(made_up: Mod
     first, second = trained(float("nan")), trained(-1.0)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def conversation(number: int) -> MixedGroup:
+    """A trace of a conversation with a tool's result."""
+    pieces, _ = PLAYED[number]
+    tok = build()
+    tokens: list[int] = []
+    source: list[int] = []
+    for place, piece in enumerate(pieces[1:]):
+        ids = [*tok.encode(piece), *([EOS_ID] if place % 2 == 0 else [])]
+        tokens += ids
+        source += [Source.ENVIRONMENT if place % 2 else Source.EXPERT] * len(ids)
+    trace = ExpertTrace(
+        trace_id=f"train/{number}#0",
+        problem_id=f"train/{number}",
+        tokens=np.array(tokens, np.int32),
+        logprobs=None,
+        text="",
+        tokenizer_digest="",
+        reward=1.0,
+        verdict=Verdict.CORRECT,
+        components={},
+        grader=None,
+        source=np.array(source, np.uint8),
+    )
+    group = Group(
+        group_id=f"offline:{number}",
+        attempt=1,
+        worker="",
+        problem_id=trace.problem_id,
+        prompt_tokens=np.array(tok.encode(pieces[0]), np.int32),
+        prompt_text=pieces[0],
+        gold="",
+        data_source="",
+        samples=(),
+        trace_ids=(trace.trace_id,),
+        extra={},
+    )
+    return MixedGroup(group=group, traces=(trace,))
+
+
+@pytest.mark.parametrize(
+    "objective", ["luffy", "luffy_code", "rl_sft_loss", "chord", "exgrpo", "srft"]
+)
+def test_beside_own_samples_the_gradient_at_what_others_wrote_in_a_trace_is_exactly_zero(
+    objective: str, made_up: ModuleType
+) -> None:
+    policy = model()
+    group = episodes(policy)
+    (trace,) = conversation(0).traces
+    mixed = MixedGroup(group=replace(group, samples=group.samples[1:3]), traces=(trace,))
+    updates = learner(made_up, policy, objective={"name": objective}, staleness=0)
+    tokens, largest = gradients(policy, updates, mixed)
+    read, length = trace.tokens[:-1].tolist(), len(trace.tokens) - 1
+    (start,) = (at for at in range(len(tokens)) if tokens[at : at + length] == read)
+    theirs = torch.from_numpy(trace.source == Source.ENVIRONMENT)[1:]
+    states = largest[start : start + length]
+    assert states[theirs].count_nonzero() == 0
+    assert states[~theirs].count_nonzero() == int((~theirs).sum())
+    assert int(theirs.sum()) >= 10
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_sft_on_conversations_is_cross_entropy_of_the_assistants_tokens(
+    aggregation: str, made_up: ModuleType
+) -> None:
+    """Its loss and its gradient are those of a computation that masks labels."""
+    groups = [conversation(number) for number in (0, 2)]
+    assert sum(int((one.traces[0].source == 2).sum()) for one in groups) >= 10
+    expected = model()
+    rows = []
+    for one in groups:
+        prompt, trace = torch.from_numpy(one.group.prompt_tokens), one.traces[0]
+        ids = torch.cat([prompt, torch.from_numpy(trace.tokens)]).long()
+        labels = ids.clone()
+        labels[: len(prompt)] = -100
+        labels[len(prompt) :][torch.from_numpy(trace.source == Source.ENVIRONMENT)] = -100
+        logits = expected(ids[None]).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, labels[1:], reduction="none")
+        rows.append(losses[labels[1:] != -100])
+    by_token = torch.cat(rows).mean()
+    by_row = torch.stack([row.mean() for row in rows]).mean()
+    loss = by_token if aggregation == "token_mean" else by_row
+    loss.backward()
+    norm = torch.cat([one.grad.flatten() for one in expected.parameters()]).norm()
+
+    policy = model()
+    found: dict[str, torch.Tensor] = {}
+    updates = learner(made_up, policy, objective={"name": "sft", "aggregation": aggregation})
+
+    def add(name: str, gradient: torch.Tensor) -> None:
+        found[name] = found.get(name, 0) + gradient.detach()
+
+    for name, tensor in policy.named_parameters():
+        tensor.register_hook(partial(add, name))
+    metrics = updates.train(1, groups, lr=0.01).metrics
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["train/nll"] == pytest.approx(by_token.item(), rel=1e-5)
+    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    for name, tensor in expected.named_parameters():
+        torch.testing.assert_close(found[name], tensor.grad, rtol=1e-3, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from random import Random
@@ -94,6 +95,7 @@ def trace(noise: Random) -> ExpertTrace:
         verdict=noise.choice(list(Verdict)),
         components=components(noise),
         grader=noise.choice((None, "math@3")),
+        source=noise.choice((None, 1 + (tokens % 2).astype(np.uint8))),
     )
 
 
@@ -135,19 +137,51 @@ def test_what_is_written_is_read_again(seed: int, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
 
 
+def without(table: pa.Table, name: str, *fields: str) -> pa.Table:
+    """The table without some fields of the records in one of its columns."""
+    column = table[name].combine_chunks()
+    inner = column.values
+    kept = [field.name for field in inner.type if field.name not in fields]
+    inner = pa.StructArray.from_arrays([inner.field(one) for one in kept], kept)
+    column = pa.ListArray.from_arrays(column.offsets, inner)
+    return table.set_column(table.column_names.index(name), name, column)
+
+
 def as_before(path: Path, to: Path) -> None:
     """Writes a file as it was before tokens had rewards and samples episodes."""
     table = pq.read_table(path)
     for name in ("samples", "replaced"):
-        column = table[name].combine_chunks()
-        inner = column.values
-        kept = [
-            field.name for field in inner.type if field.name not in ("token_rewards", "episode")
-        ]
-        inner = pa.StructArray.from_arrays([inner.field(one) for one in kept], kept)
-        column = pa.ListArray.from_arrays(column.offsets, inner)
-        table = table.set_column(table.column_names.index(name), name, column)
+        table = without(table, name, "token_rewards", "episode")
     pq.write_table(table, to)
+
+
+def masked(one: ArchivedGroup, *, is_masked: bool) -> ArchivedGroup:
+    """The group with a trace, of which another may have written the second token."""
+    source = np.array([1, 2, 1], np.uint8) if is_masked else None
+    made = msgspec.structs.replace(
+        trace(Random(0)), tokens=np.arange(3, dtype=np.int32), logprobs=None, source=source
+    )
+    return dataclasses.replace(one, traces=(made,))
+
+
+def test_an_archive_from_before_traces_said_who_wrote_a_token_is_read_and_joined_with_newer_ones(
+    tmp_path: Path,
+) -> None:
+    """A reader that doesn't know of it would train on what users wrote: only files with such traces are of a newer
+    version."""
+    old, new = (masked(archived(Random(1), 1 + step, 0), is_masked=step == 1) for step in range(2))
+    archive.write(tmp_path / "new.parquet", [new])
+    bare = without(archive.table([old]), "traces", "source")
+    pq.write_table(bare, tmp_path / "old.parquet")
+    versions = {
+        path.stem: pq.read_schema(path).metadata[b"tandem.archive"]
+        for path in tmp_path.glob("*.parquet")
+    }
+    assert versions == {"old": b"1", "new": b"2"}
+    files = [tmp_path / "old.parquet", tmp_path / "new.parquet"]
+    assert archive.join(files, tmp_path / "joined") == (2, 2)
+    found = [one for path in sorted((tmp_path / "joined").iterdir()) for one in archive.read(path)]
+    assert list(map(as_bytes, found)) == [as_bytes(old), as_bytes(new)]
 
 
 def test_an_archive_from_before_tokens_had_rewards_and_samples_episodes_is_read(
@@ -193,9 +227,9 @@ def test_other_files_and_newer_versions_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"step": [1]}), path)
     with pytest.raises(DataError, match=r"a\.parquet isn't an archive"):
         list(archive.read(path))
-    newer = archive.table([]).replace_schema_metadata({"tandem.archive": "2"})
+    newer = archive.table([]).replace_schema_metadata({"tandem.archive": "3"})
     pq.write_table(newer, path)
-    with pytest.raises(DataError, match="archive of version 2, and this Tandem reads up to 1"):
+    with pytest.raises(DataError, match="archive of version 3, and this Tandem reads up to 2"):
         list(archive.read(path))
     archive.write(path, [archived(Random(0), 1, 0)])
     path.write_bytes(path.read_bytes()[:-100])

@@ -19,6 +19,8 @@ from ...objectives import OBJECTIVES, WITHOUT_GROUP
 from ...objectives.experts import ExGrpo
 from ...objectives.keys import Entropy, Expert
 from ...records import Verdict
+from ...templates import OWN
+from ..data import DataConfig
 from ..reading.of_set import of_set
 from ..tree import Config
 from .environments import environments
@@ -352,6 +354,49 @@ def _accepted(config: Config) -> str | None:
     return None
 
 
+def whole_conversations(data: DataConfig) -> str | None:
+    """Why all answers of conversations can't be told apart in prompts of these settings; None if they can."""
+    said = "turns=all tells answers apart by the model's own chat template, and"
+    if data.template != OWN:
+        return f"{said} data.template={data.template}: set data.template=own, or turns=last"
+    if data.prefill:
+        return (
+            f"{said} data.prefill={data.prefill!r} would begin the first answer alone: leave it out, or set "
+            f"turns=last"
+        )
+    return None
+
+
+def _turns(config: Config) -> str | None:
+    data, expert, objective = config.data, config.expert, config.learner.objective
+    if (source := next((one for one in data.train if one.turns == "all"), None)) is None:
+        return None
+    said = f"data.train {source.short_name}: turns=all"
+    if data.archive is not None or (
+        _online(config) and (not expert.per_group or replays_own(config))
+    ):
+        return (
+            f"{said} says which answers are learned from, and this run learns from no answer of its data: leave it "
+            f"out, or set learner.source=offline (`tandem offline`) without data.archive"
+        )
+    if expert.prefix is not None:
+        return (
+            f"{said} makes traces that users and tools wrote a part of, and expert.prefix={expert.prefix} would begin "
+            f"samples with these parts as well: set expert.prefix=null, or turns=last"
+        )
+    if data.pack_tokens is not None:
+        return (
+            f"{said} learns from answers alone, and data.pack_tokens={data.pack_tokens} from all tokens: set it to "
+            f"null, or turns=last"
+        )
+    if objective.unit == "group" and not _has_groups(config):
+        return (
+            f"{said} makes one trace of a conversation, and learner.objective.name={objective.name} compares two "
+            f"responses to one question: choose sft, or set turns=last"
+        )
+    return whole_conversations(data)
+
+
 def _unused_prefix(config: Config) -> str | None:
     expert, fresh = config.expert, type(config.expert)()
     if expert.prefix in (None, "fixed", "random") and expert.prefix_steps is not None:
@@ -473,6 +518,7 @@ START_RULES: tuple[Rule, ...] = (
     _memory,
     _context,
     _accepted,
+    _turns,
     _unused_prefix,
     _evaluations,
     _best,

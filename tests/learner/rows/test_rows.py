@@ -44,7 +44,9 @@ def sample(tokens: list[int], **changes: Any) -> Sample:
     return Sample(**(values | changes))
 
 
-def trace(tokens: list[int], logprobs: list[float] | None = None) -> ExpertTrace:
+def trace(
+    tokens: list[int], logprobs: list[float] | None = None, source: list[int] | None = None
+) -> ExpertTrace:
     return ExpertTrace(
         trace_id="t",
         problem_id="a/0",
@@ -56,6 +58,7 @@ def trace(tokens: list[int], logprobs: list[float] | None = None) -> ExpertTrace
         verdict=Verdict.CORRECT,
         components={},
         grader=None,
+        source=None if source is None else np.array(source, np.uint8),
     )
 
 
@@ -107,6 +110,18 @@ def test_a_trace_fills_the_group_up_with_its_known_log_probs() -> None:
     assert found.behaviour.tolist() == [-0.5, -0.5, -0.5, -1.0, -2.0, -3.0]
     torch.testing.assert_close(found.temperature[-3:], torch.full((3,), 0.7))
     torch.testing.assert_close(found.advantages, torch.tensor([-1, -1, 2]).double() / 3)
+
+
+def test_what_others_wrote_in_a_trace_is_context_alone() -> None:
+    masked = trace([9, 4, 4, 9, 2], [-1, -2, -3, -4, -5], source=[1, 2, 2, 1, 1])
+    found = rows(group(sample([3, 4]), traces=(masked,)))
+    assert found.ids.tolist() == [7, 8, 3, 4, 7, 8, 9, 4, 4, 9, 2]
+    assert found.row.tolist() == [0, 0, 1, 1, 1]
+    assert found.position.tolist() == [0, 1, 0, 3, 4]
+    assert found.expert.tolist() == [False, False, True, True, True]
+    assert found.behaviour.tolist()[2:] == [-1, -4, -5]
+    assert found.lengths.tolist() == [2, 3]
+    assert found.response_lengths.tolist() == [2, 5]
 
 
 def test_sft_scores_at_temperature_1_and_rl_at_the_samples() -> None:

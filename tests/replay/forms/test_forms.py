@@ -9,7 +9,16 @@ import pytest
 from form_rows import BAD, ROWS, asked, solution, write_array, write_lines, write_parquet
 
 from tandem.common.errors import ConfigError, DataError
-from tandem.replay.forms import FORMS, DataRow, LeftOut, Message, form_of, named_form, read_rows
+from tandem.replay.forms import (
+    FORMS,
+    DataRow,
+    LeftOut,
+    Message,
+    check_form,
+    form_of,
+    named_form,
+    read_rows,
+)
 from tandem.replay.forms.row import RowError
 
 FORM_NAMES = [form.name for form in FORMS]
@@ -226,6 +235,83 @@ def test_open_math_reasoning_is_read(tmp_path: Path):
     (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
     assert (found.content.gold, found.content.target) == ("4", "<think>hm</think> \\boxed{4}")
     assert found.content.extra == {"pass_rate_72b_tir": "0.9"}
+
+
+def said(role: str, content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def test_a_conversation_can_be_read_with_all_its_answers(tmp_path: Path):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    rows = [
+        {
+            "messages": [
+                said("system", "s"),
+                said("user", "q", name="Ann"),
+                said("assistant", None, tool_calls=[call]),
+                said("tool", "", tool_call_id="1"),
+                said("assistant", "one", reasoning_content="so"),
+                said("user", "thanks"),
+            ],
+            "tools": [{"function": {"name": "add"}}],
+            "gold": "1",
+            "level": 2,
+        },
+        {"messages": [said("user", "q")], "tools": [], "gold": "1", "level": 1},
+    ]
+    for path in (
+        write_lines(tmp_path / "a.jsonl", rows),
+        write_parquet(tmp_path / "a.parquet", rows),
+    ):
+        one, asked_only = (row.content for row in read_rows(path, whole=True))
+        assert [(m.role, m.content) for m in one.prompt] == [("system", "s"), ("user", "q")]
+        assert list(one.turns) == [
+            said(
+                "assistant",
+                "",
+                tool_calls=[{**call, "function": {"name": "add", "arguments": {"a": 1}}}],
+            ),
+            said("tool", "", tool_call_id="1"),
+            said("assistant", "one", reasoning_content="so"),
+        ]
+        assert (one.target, one.gold, one.extra) == ("one", "1", {"level": 2})
+        assert one.tools == ({"function": {"name": "add"}},)
+        assert (asked_only.turns, asked_only.target) == ((), None)
+        with pytest.raises(DataError, match="is the content of a assistant message"):
+            all_of(path)
+    results = {"messages": [said("user", "q"), said("tool", "1"), said("assistant", "a")]}
+    with pytest.raises(DataError, match=r"'tool' isn't a role.* or turns=all of a source"):
+        all_of(write_lines(tmp_path / "b.jsonl", [results]))
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([said("assistant", "a")], "has no user's message"),
+        (
+            [said("user", "q"), said("tool", "1"), said("assistant", "a")],
+            "begins with a tool's message",
+        ),
+        ([said("user", "q"), said("assistant", "")], "is the content of a assistant message"),
+        ([said("user", "q"), said("assistant", ["a"])], "is the content of a assistant message"),
+        ([said("user", "q"), said("assistant", "", tool_calls=["add"])], "isn't a list of objects"),
+        ([said("user", "q"), said("assistant", "", tool_calls=[{"a": 1}])], "is a call of no tool"),
+        ([said("user", "q"), said("judge", "a")], "isn't a role"),
+    ],
+)
+def test_conversations_that_can_not_be_read_with_all_their_answers(
+    messages: list[Any], why: str, tmp_path: Path
+):
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
+    with pytest.raises(DataError, match=why):
+        list(read_rows(path, whole=True))
+
+
+def test_a_form_with_one_response_has_no_conversations(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", [ROWS["prompt_response"](1)])
+    for read in (lambda: list(read_rows(path, whole=True)), lambda: check_form(path, whole=True)):
+        with pytest.raises(DataError, match=r"prompt_response, whose rows have one response each"):
+            read()
 
 
 def test_columns_of_two_forms_need_a_name(tmp_path: Path):
