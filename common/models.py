@@ -97,17 +97,21 @@ def local_folder(path: str) -> Path:
         ) from None
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBase:
     """The tokenizer of a model.
+
+    Args:
+        path: see :func:`resolve`.
+        key: the setting that has ``path``, for errors.
 
     Raises:
         DataError: the folder holds none, or it can't be read.
     """
-    place = resolve(path)
+    place = resolve(path, key)
     folder = Path(place)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise DataError(
-            f"model.path={path}: the folder has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}, "
+            f"{key}={path}: the folder has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}, "
             f"…): copy the base model's tokenizer files into it"
         )
     from transformers import AutoTokenizer
@@ -115,7 +119,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(unreadable(path, "tokenizer", error)) from None
+        raise DataError(unreadable(path, "tokenizer", error, key)) from None
     return tokenizer
 
 

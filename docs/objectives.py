@@ -17,6 +17,7 @@ from tandem.common.objectives import (
     KEYS,
     OBJECTIVES,
     ObjectiveConfig,
+    distillation,
     experts,
     own,
     plain,
@@ -121,6 +122,28 @@ wants runs of several passes.
 """
 
 
+TAUGHT = """## A teacher
+
+`distill` learns from the next-token distribution of another model, `learner.teacher`: a Hugging Face folder or hub name
+with the policy's tokenizer, of any size. No reward is needed, and rows that are paid alike take part like any others:
+
+- on traces: `tandem offline PRESET learner.objective.name=distill learner.teacher=DIR`
+- on the policy's own samples: the same with `tandem start`; with `divergence_mix` of 0.5 or 1 this is on-policy distillation
+  (GKD). A sample that is some steps old is a context like another one, so that any `replay.max_staleness` will do.
+- on both: with `expert.per_group` of 1 or more. `sft_coefficient` adds the cross entropy of the traces' tokens.
+
+The divergence is over the token ids that both output matrices have, each softmax over these alone: matrices of one family are
+padded to several widths beyond the tokenizer's ids. A tokenizer with other ids is refused at the start. Tokens are drawn and their
+log-probs checked at `rollout.temperature`; `divergence_temperature` is that of the loss alone.
+
+Every rank holds the whole teacher in `model.dtype`, at each ZeRO stage, and reads each micro-batch before the policy does. Its
+logits and the policy's exist for one slice of a large vocabulary at a time, forward and backward, and nothing of the teacher is kept
+on the disk. The teacher has no dropout and isn't trained. A folder of adapters is no teacher: merge them into their model first.
+The preset `miniature-distill` trains a miniature by rewards and then teaches an untrained one on its own samples (held-out
+accuracy from 0.0% to 78.6% in 20 steps; the teacher, after 60, has 81.2%).
+"""
+
+
 ALONE = """## Functions without a key
 
 [`tandem.learner.recipes`](../learner/recipes/) has functions for scripts and notebooks which no run calls:
@@ -140,7 +163,7 @@ OFFLINE = {
 def keys() -> dict[str, tuple[str, str]]:
     """Every key of ``learner.objective`` with its default, as Python writes it, and its docstring."""
     found: dict[str, tuple[str, str]] = {}
-    for module in (key_groups, plain, stale, experts, preferences, own):
+    for module in (key_groups, plain, stale, experts, distillation, preferences, own):
         for kind in ast.parse(inspect.getsource(module)).body:
             body = kind.body if isinstance(kind, ast.ClassDef) else []
             for node, after in itertools.pairwise(body):
@@ -205,6 +228,7 @@ def page() -> str:
     parts.append(OWN.replace("@EXAMPLE@", code))
     parts.append(SCALE)
     parts.append(REPLAYED)
+    parts.append(TAUGHT)
     parts.append(ALONE)
     rows = ["## Keys", "", "| key | default | meaning |", "|---|---|---|"]
     for key, (default, meaning) in keys().items():

@@ -166,6 +166,9 @@ class LearnerConfig(Section):
     a run resumes; ``auto``: whichever a look at the folder from every host allows."""
     critic: CriticConfig | None = None
     """The critic; null for an objective without one. An objective that needs one gets the defaults."""
+    teacher: str | None = None
+    """The teacher of an objective that learns from one (``distill``): a folder or hub name, with the policy's
+    tokenizer; it is loaded in ``model.dtype``, whole on every rank."""
     lora: LoraConfig | None = None
     """Adapters in place of full training; null = every parameter is trained."""
     zero_stage: Literal[0, 1, 2, 3] = 1

@@ -1,7 +1,7 @@
 """The built-in objectives: the keys that each reads with their defaults, equation, source, when to use it.
 
-Each name is a class in :mod:`.plain`, :mod:`.stale`, :mod:`.experts` or :mod:`.preferences`, made of the
-groups of keys in :mod:`.keys`; an objective of a user's own is :class:`.own.OwnObjective`. The config
+Each name is a class in :mod:`.plain`, :mod:`.stale`, :mod:`.experts`, :mod:`.distillation` or
+:mod:`.preferences`, made of the groups of keys in :mod:`.keys`; an objective of a user's own is :class:`.own.OwnObjective`. The config
 holds an instance under ``learner.objective``, and an objective of the learner
 (:mod:`tandem.learner.objectives`) gets it as its settings. ``docs/objectives.md`` is made from them.
 Nothing here imports torch or pydantic.
@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..import_path import is_import_path
-from . import experts, plain, preferences, stale
+from . import distillation, experts, plain, preferences, stale
 from .keys import WITHOUT_GROUP, ObjectiveConfig
 from .own import OwnObjective
 
@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, tuple[type[ObjectiveConfig], ...]] = MappingProxyType(
         "Policy gradients on own tokens": plain.KINDS,
         "For stale samples": stale.KINDS,
         "With expert traces": experts.KINDS,
+        "From a teacher": distillation.KINDS,
         "Preferences": preferences.KINDS,
     }
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 from ...common.config import Config
 from ...common.errors import DataError
 from ...common.objectives import OBJECTIVES, ObjectiveConfig, OwnObjective
+from ...common.objectives.distillation import Distill
 from ...common.objectives.experts import Srft
 from ...common.objectives.keys import EQUAL_REWARDS, Entropy, ExpertWeight, Kl, Learned
 from ...common.objectives.preferences import Kto, Pairs
@@ -80,6 +81,8 @@ def _check_lengths(config: Config, folder: Path) -> None:
 def _why(objective: ObjectiveConfig) -> str:
     if isinstance(objective, Pairs):
         return "the rewards of each group are equal, so that no response is better than another"
+    if isinstance(objective, Distill):
+        return "every own sample was cut and is masked, and no group has an expert trace"
     if not isinstance(objective, Learned):
         return "no group has an expert trace"
     silent = f"all that it learns from has the advantage 0 with advantage={objective.baseline}"
@@ -105,6 +108,8 @@ def learns(
         return bool(rows) or traces
     if objective.alone == "always" and traces:
         return True
+    if isinstance(objective, Distill):
+        return any(_kept(objective, ends) for _, ends in rows)
     if isinstance(objective, Pairs):
         return any(
             _differ([*(p for p, e in g.own if _kept(objective, e)), *g.expert]) for g in groups

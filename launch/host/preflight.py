@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...common.disk import free_bytes
 from ...common.errors import ConfigError, DataError
@@ -34,7 +35,7 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
     Raises:
         ConfigError: this machine can't run the config, an environment can't be loaded, or a judge of its reward
             doesn't answer.
-        DataError: the model's folder or the critic's lacks something, or the archive is too long or teaches the
+        DataError: the model's folder, the critic's or the teacher's lacks something, or the archive is too long or teaches the
             objective nothing.
     """
     placement = place(config, machine)
@@ -49,6 +50,7 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
         check_servers(config.reward)
     model = check_model(config)
     check_critic(config)
+    check_teacher(config)
     if config.data.archive is not None:
         from .archive_check import check_archive
 
@@ -76,16 +78,20 @@ def check_model(config: Config) -> Path | None:
             f"comes from into it"
         )
     _require_weights(path, f"model.path={config.model.path}")
+    _require_context(config, settings, "the model's")
+    return path
+
+
+def _require_context(config: Config, settings: Mapping[str, Any], whose: str) -> None:
     text = settings.get("text_config")
     context = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if isinstance(context, int) and longest > context:
         raise ConfigError(
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens} together are over the "
-            f"model's context of {context} tokens: lower one of them"
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} together are over "
+            f"{whose} context of {context} tokens: lower one of them"
         )
-    return path
 
 
 def check_critic(config: Config) -> None:
@@ -98,6 +104,36 @@ def check_critic(config: Config) -> None:
     path = Path(resolve(critic.model, "learner.critic.model"))
     if path.is_dir():
         _require_weights(path, f"learner.critic.model={critic.model}")
+
+
+def check_teacher(config: Config) -> None:
+    """Checks the teacher's folder, and that its token ids mean what the policy's do.
+
+    Raises:
+        DataError: the folder lacks something, which the message names.
+        ConfigError: its tokenizer is another one, or prompts and responses don't fit into its context.
+    """
+    from ...common.models import load_tokenizer, read_model_config, resolve
+
+    teacher, key = config.learner.teacher, "learner.teacher"
+    if teacher is None:
+        return
+    path = Path(resolve(teacher, key))
+    if path.is_dir():
+        _require_weights(path, f"{key}={teacher}")
+        _require_context(config, read_model_config(teacher), "the teacher's")
+    if resolve(config.model.path) == str(path):
+        return
+    own = load_tokenizer(config.model.path).get_vocab()
+    theirs = load_tokenizer(teacher, key).get_vocab()
+    differ = own.items() ^ theirs.items()
+    if differ:
+        token, number = min(differ, key=lambda one: (one[1], one[0]))
+        raise ConfigError(
+            f"{key}={teacher} has another tokenizer than model.path={config.model.path}: "
+            f"{len({one for _, one in differ}):,} token ids differ, such as {number} ({token!r} in one of them alone): "
+            f"name a teacher with the policy's tokenizer"
+        )
 
 
 def _require_weights(folder: Path, setting: str) -> None:

@@ -133,7 +133,8 @@ def on_paper(config: Config, shape: ModelShape, device: str) -> dict[str, int]:
         for part, more in memory.states(lone, size, size, critic.optimizer).items():
             parts[part] += more
     return {
-        "weights": parts["weights"] + parts.get("adapters", 0) + parts.get("reference", 0),
+        "weights": parts["weights"]
+        + sum(parts.get(name, 0) for name in ("adapters", "reference", "teacher")),
         "gradients": parts["gradients"],
         # On a CPU what is offloaded is as near as the rest; most of it is the optimizer's.
         "optimizer": parts["optimizer"] + parts.get("offloaded", 0),

@@ -34,6 +34,9 @@ CHUNKED_FROM = 8192
 """Vocabulary size from which logits are computed in chunks, as in the same module."""
 CHUNK_COPIES = 3
 """Logits, their exponential and their gradient exist at the same time in the backward pass."""
+TEACHER_COPIES = 8
+"""Tensors of the logits' size that the divergence from a teacher takes, as in :mod:`tandem.learner.forward.divergence`;
+its chunks are so much smaller that together they are as large as those of the log-probs."""
 RUNTIME = {"cpu": 470 << 20, "cuda": 2 << 30}
 """CUDA context, communication buffers and the allocator's slack; on a CPU, the libraries, of which 410 MB were
 measured before a model was loaded, and about 60 MB that came with the first step."""
@@ -115,7 +118,7 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
     """The memory of one rank of the learner.
 
     Weights, gradients and optimizer: :func:`states`. Every rank holds a whole reference model if the
-    objective needs one. A critic holds its own weights, gradients and optimizer; its passes come before the
+    objective needs one, and a whole teacher. A critic holds its own weights, gradients and optimizer; its passes come before the
     policy's, so that of its activations and the policy's only the greater ones count. New weights are
     staged in host memory and pass through a GPU bucket by bucket.
 
@@ -140,6 +143,10 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
         parts["reference"] = e * n
     on_the_way = at_start = e * n
     away = offloaded(config, n, t, config.learner.optimizer)
+    teacher = teacher_shape(config, shape)
+    if teacher is not None:
+        parts["teacher"] = e * teacher.parameters
+        on_the_way = max(on_the_way, e * teacher.parameters)
     critic = config.learner.critic
     if critic is not None:
         own = critic_shape(config, shape)
@@ -234,6 +241,12 @@ def critic_shape(config: Config, shape: ModelShape) -> ModelShape:
     if critic is None or critic.model is None:
         return shape
     return shape_of(critic.model, "learner.critic.model") or shape
+
+
+def teacher_shape(config: Config, shape: ModelShape) -> ModelShape | None:
+    """Sizes of the teacher, those of the policy if they aren't known; None if there is no teacher."""
+    teacher = config.learner.teacher
+    return None if teacher is None else shape_of(teacher, "learner.teacher") or shape
 
 
 MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2, "rmsprop": 4}
@@ -339,19 +352,22 @@ def logits(config: Config, shape: ModelShape, device: str) -> int:
     A small vocabulary is computed at once, for all tokens of responses. Otherwise there are chunks of logits, those
     that a CPU keeps for the backward pass, the hidden states that they are computed from with their gradient
     (fp32), and the gradient of the output matrix unless that is frozen; it waits for that of the input embedding
-    where the two are tied.
+    where the two are tied. A teacher's hidden states are there, too.
     """
     largest, e = longest_pass(config), element(config)
     tokens = largest.rows * largest.response
     whole = 4 * tokens * shape.vocabulary
+    teacher = teacher_shape(config, shape)
+    taught = 0 if teacher is None else e * tokens * teacher.hidden
     if shape.vocabulary < CHUNKED_FROM:
-        return CHUNK_COPIES * whole
+        return (CHUNK_COPIES if teacher is None else TEACHER_COPIES) * whole + taught
     hidden = (2 * e + 4) * tokens * shape.hidden
     matrix = 0
     if config.learner.lora is None:
         matrix = e * shape.vocabulary * shape.hidden * (2 if shape.tied else 1)
     chunks = CHUNK_COPIES * min(LOGIT_CHUNK[device], whole)
-    return int(slack(config, device) * (chunks + min(LOGITS_KEPT[device], whole) + hidden + matrix))
+    kept = min(LOGITS_KEPT[device], whole) + hidden + matrix + taught
+    return int(slack(config, device) * (chunks + kept))
 
 
 def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holding:

@@ -35,6 +35,7 @@ from .memory import (
     engine_element,
     has_own_gpus,
     moment_bytes,
+    teacher_shape,
     vllm_setting,
 )
 from .node import Node
@@ -216,6 +217,9 @@ def forward_seconds(
     if config.learner.critic is not None:
         own = critic_shape(config, shape)
         flops += critic_passes(config) * forward_flops(own, tokens, context)
+    teacher = teacher_shape(config, shape)
+    if teacher is not None:
+        flops += config.learner.update_epochs * forward_flops(teacher, tokens, context)
     return flops / (TRAIN_SHARE * node.flops * config.learner.ranks)
 
 

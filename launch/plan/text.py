@@ -140,7 +140,7 @@ def step(plan: Plan) -> list[str]:
                 "  learner",
                 f"works {_seconds(simulated.trained)}",
                 f"waits {simulated.learner_waits:.0%} of the time",
-                f"{_passes(plan.config)} N T + attention, optimizer, exchange of gradients",
+                f"{_passes(plan.config)} N T + {_teacher(plan.config)}attention, optimizer, exchange of gradients",
             ),
             (
                 f"  {engines}",
@@ -244,6 +244,15 @@ def _passes(config: Config) -> str:
     """Operations of the learner's step per parameter and token."""
     policy = str(2 * learner_passes(config))
     return policy if config.learner.critic is None else f"({policy} + {2 * critic_passes(config)})"
+
+
+def _teacher(config: Config) -> str:
+    """Those of the teacher, whose parameters are others."""
+    return (
+        ""
+        if config.learner.teacher is None
+        else f"{2 * config.learner.update_epochs} N_teacher T + "
+    )
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:

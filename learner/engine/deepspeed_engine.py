@@ -17,6 +17,7 @@ from ...common.agreement import Probe
 from ...common.config import Config
 from ...common.seeds import keyed_seed
 from ..adapters import Adapters
+from ..forward.divergence import Lesson
 from ..forward.policy import Policy, count_parameters, size_of
 from ..forward.verification import longest_row
 from ..objectives import Objective
@@ -100,7 +101,7 @@ class DeepSpeedEngine:
         self._scales = [LossScale(self._engine), *([critic.scale] if critic is not None else [])]
         self._engine.train()
         # Compared through DeepSpeed, as it trains; every rank scores the same rows.
-        self.policy.require_own(probe, lambda micro: self._forward(micro.to(device), False))
+        self.policy.require_own(probe, self._scored)
         self.memory.count(self._held(), ["weights", "optimizer"])
 
     @property
@@ -121,6 +122,7 @@ class DeepSpeedEngine:
         critic_alone: bool = False,
         before_step: Callable[[], None] | None = None,
         inspect: Callable[[Sequence[Tensor]], bool] | None = None,
+        teach: Callable[[MicroBatch], Lesson] | None = None,
     ) -> UpdateResult:
         """One optimizer step on the sum of the micro-batches' losses, and one of the critic if there is one.
 
@@ -136,12 +138,14 @@ class DeepSpeedEngine:
             before_step: called once all gradients are there, before a parameter changes.
             inspect: called then with the ``[N]`` log-probs of each of this rank's micro-batches
                 (without dummies). If it returns False, no parameter changes. All ranks must agree.
+            teach: called with each micro-batch, dummies included, before the policy's pass, for an objective that
+                learns from a teacher.
         """
         self._critic_lr = critic_lr
         return until_it_fits(
             self._scales,
             lambda first: self._attempt(
-                *(micro_batches, objective, scalars, lr, critic_alone),
+                *(micro_batches, objective, scalars, lr, critic_alone, teach),
                 # A repetition doesn't concern the caller.
                 *((before_step, inspect) if first else (None, None)),
             ),
@@ -154,6 +158,7 @@ class DeepSpeedEngine:
         scalars: Mapping[str, float],
         lr: float,
         critic_alone: bool,
+        teach: Callable[[MicroBatch], Lesson] | None,
         before_step: Callable[[], None] | None,
         inspect: Callable[[Sequence[Tensor]], bool] | None,
     ) -> UpdateResult:
@@ -163,7 +168,7 @@ class DeepSpeedEngine:
         if critic_alone:
             found = Found.of_scores(micro_batches, self.score(micro_batches))
         else:
-            found = self._accumulate(micro_batches, objective, scalars)
+            found = self._accumulate(micro_batches, objective, scalars, teach)
         if before_step is not None:
             before_step()
         # Sizes stay as they are once every gradient and the optimizer's state are there.
@@ -212,18 +217,22 @@ class DeepSpeedEngine:
         micro_batches: Sequence[MicroBatch],
         objective: Objective,
         scalars: Mapping[str, float],
+        teach: Callable[[MicroBatch], Lesson] | None,
     ) -> Found:
         """Forward and backward passes of the policy."""
         found = Found()
         sums = found.sums
         for micro in micro_batches:
+            lesson = None if teach is None else teach(micro)
             micro = micro.to(self.device)
-            scored, entropy = self._forward(micro, objective.needs_entropy)
+            scored, entropy, *divergence = self._forward(micro, objective.needs_entropy, lesson)
             if micro.dummy:
-                # Of both, since ZeRO-3 counts on every rank which of the policy's outputs get a gradient.
-                loss = (scored.sum() + entropy.sum()) * 0.0
+                # Of all, since ZeRO-3 counts on every rank which of the policy's outputs get a gradient.
+                loss = sum((one.sum() for one in divergence), scored.sum() + entropy.sum()) * 0.0
             else:
                 rows = micro.rows.with_columns(logprobs=scored, entropy=entropy)
+                if divergence:
+                    rows = rows.with_columns(divergence=divergence[0])
                 loss, parts = loss_of(objective, rows, scalars)
                 for name, value in parts.items():
                     sums[name] = sums[name] + value if name in sums else value
@@ -245,7 +254,7 @@ class DeepSpeedEngine:
 
     def _spoil(self, micro: MicroBatch) -> None:
         """Makes the gradient NaN, for which every ZeRO stage drops the whole step."""
-        scored, _ = self._forward(micro.to(self.device), False)
+        scored, _ = self._scored(micro)
         self._engine.backward(scored.sum() * math.nan, scale_wrt_gas=False)
 
     def sum_by_name(self, values: dict[str, float]) -> dict[str, float]:
@@ -272,19 +281,26 @@ class DeepSpeedEngine:
         self._engine.eval()
         try:
             with self.adapters.off() if base and self.adapters else nullcontext():
-                return [self._forward(micro.to(self.device), False) for micro in micro_batches]
+                return [self._scored(micro) for micro in micro_batches]
         finally:
             self._engine.train()
 
-    def _forward(self, micro: MicroBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        scored, entropy = self._engine(
+    def _forward(
+        self, micro: MicroBatch, entropy_gradient: bool, lesson: Lesson | None = None
+    ) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = self._engine(
             micro.input_ids,
             micro.index,
             micro.targets,
             micro.temperature,
             entropy_gradient,
             micro.layout,
+            lesson,
         )
+        return found
+
+    def _scored(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        scored, entropy = self._forward(micro.to(self.device), False)
         return scored, entropy
 
     # Weights out.

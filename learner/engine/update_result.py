@@ -79,7 +79,10 @@ def loss_of(
     except NonFiniteError as error:
         log.warning(f"no loss: {error}")
         assert rows.logprobs is not None
-        return rows.logprobs.sum() * math.nan, {}
+        total = rows.logprobs.sum()
+        if rows.divergence is not None:
+            total = total + rows.divergence.sum()
+        return total * math.nan, {}
 
 
 def until_it_fits(

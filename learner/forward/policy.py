@@ -16,6 +16,7 @@ from ...common.errors import ConfigError
 from ...common.memory import is_out_of_memory
 from ..rows.microbatch import Layout, LayoutName, MicroBatch
 from . import fused, layouts
+from .divergence import Lesson, token_divergence
 from .head import head_of
 from .layouts import Way, rounded
 from .logprobs import token_logprobs
@@ -91,39 +92,56 @@ class Policy(nn.Module):
         temperature: Tensor | None,
         entropy_gradient: bool = False,
         layout: Layout | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """``[N]`` log-probs and ``[N]`` entropies; see :class:`~..rows.microbatch.MicroBatch`."""
+        lesson: Lesson | None = None,
+    ) -> tuple[Tensor, ...]:
+        """``[N]`` log-probs and ``[N]`` entropies, and with a lesson the ``[N]`` divergences from its teacher; see
+        :class:`~..rows.microbatch.MicroBatch`."""
         head = self.head
-        extra: dict[str, Any] = {}
         count = len(index)
-        if head.weight.dtype == torch.bfloat16 and not input_ids.is_cuda:
+        picked = self._hidden(input_ids, index, layout)
+        more = len(picked) - count
+        targets = F.pad(targets, (0, more))
+        if temperature is not None:
+            temperature = F.pad(temperature, (0, more), value=1.0)
+        wanted = torch.is_grad_enabled() and (lesson is None or lesson.logprobs)
+        with torch.set_grad_enabled(wanted):
+            logprobs, entropy = token_logprobs(
+                picked,
+                head.weight,
+                targets,
+                temperature,
+                bias=head.bias,
+                scale=head.scale,
+                cap=head.cap,
+                entropy_gradient=entropy_gradient,
+            )
+        found = logprobs[:count], entropy[:count]
+        return found if lesson is None else (*found, token_divergence(picked[:count], head, lesson))
+
+    def _hidden(self, input_ids: Tensor, index: Tensor, layout: Layout | None) -> Tensor:
+        """``[N', H]`` hidden states at the index, and in bfloat16 on a CPU at some places more."""
+        extra: dict[str, Any] = {}
+        if self.head.weight.dtype == torch.bfloat16 and not input_ids.is_cuda:
             settings = self.model.config.get_text_config()
             limit = getattr(settings, "max_position_embeddings", None)
             input_ids, index, layout = rounded(input_ids, index, layout, limit)
-            targets = F.pad(targets, (0, len(index) - count))
-            if temperature is not None:
-                temperature = F.pad(temperature, (0, len(index) - count), value=1.0)
         if layout is not None:
             extra = layouts.arguments(layout, self.model.config._attn_implementation)
         hidden = self.body(input_ids=input_ids, use_cache=False, **extra).last_hidden_state
-        picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
-        logprobs, entropy = token_logprobs(
-            picked,
-            head.weight,
-            targets,
-            temperature,
-            bias=head.bias,
-            scale=head.scale,
-            cap=head.cap,
-            entropy_gradient=entropy_gradient,
-        )
-        return logprobs[:count], entropy[:count]
+        picked: Tensor = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
+        return picked
+
+    @torch.no_grad()
+    def hidden(self, micro: MicroBatch) -> Tensor:
+        """``[N, H]`` hidden states that predict a micro-batch's tokens, without gradient."""
+        there = micro.to(next(self.model.parameters()).device)
+        return self._hidden(there.input_ids, there.index, there.layout)[: len(there.index)]
 
     def score(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of a micro-batch, without gradient."""
         there = micro.to(next(self.model.parameters()).device)
         with torch.no_grad():
-            return self(
+            logprobs, entropy = self(
                 there.input_ids,
                 there.index,
                 there.targets,
@@ -131,6 +149,7 @@ class Policy(nn.Module):
                 False,
                 there.layout,
             )
+        return logprobs, entropy
 
     def choose_kernels(
         self, probe: Probe | None = None, kernels: str = "auto", whose: str = "the learner's"

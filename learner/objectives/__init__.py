@@ -20,7 +20,7 @@ from .critic import Ppo
 from .mixed import Chord, ExGrpo, Luffy, LuffyCode, PrefixRft, RlPlus, Srft
 from .policy import Cispo, Corrected, Decoupled, Grpo, Gspo, GspoToken, PolicyGradient, Reinforce
 from .preference import Cpo, Dpo, Kto, Orpo
-from .supervised import RlSftLoss, Sft
+from .supervised import Distill, RlSftLoss, Sft
 
 __all__ = [
     "Objective",
@@ -50,6 +50,7 @@ __all__ = [
     "Chord",
     "RlSftLoss",
     "Sft",
+    "Distill",
     "Dpo",
     "Cpo",
     "Orpo",

@@ -35,7 +35,7 @@ from ..losses.aggregation import counts
 from ..losses.finite import finite
 from ..rows.rows import Rows
 
-Column = Literal["behaviour", "proximal", "reference", "values", "current"]
+Column = Literal["behaviour", "proximal", "reference", "divergence", "values", "current"]
 """Columns that the trainer fills in besides the rows themselves; ``current`` means that
 ``statistics`` needs ``rows.logprobs`` (one pass without gradient)."""
 Unit = Literal["row", "pair", "group"]

@@ -1,4 +1,4 @@
-"""Cross entropy of expert tokens, alone and beside a policy gradient."""
+"""Cross entropy of expert tokens, alone and beside a policy gradient, and a teacher's whole distribution."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...common.errors import ConfigError
+from ...common.objectives import distillation
 from ...common.objectives.keys import Aggregated, SupervisedTerm
 from ..losses.aggregation import aggregate, counts
-from ..losses.finite import widened
+from ..losses.finite import finite, widened
 from ..rows.rows import Rows
 from .base import Objective, Sums, register, scored, where
 from .policy import PolicyGradient
@@ -78,3 +80,48 @@ class RlSftLoss(PolicyGradient):
         part = sft * part
         sums["loss_expert"] = part.detach()
         return (total if policy == 1.0 else policy * total) + part, sums
+
+
+@register("distill")
+class Distill(Objective):
+    """The divergence from a teacher at own and expert tokens alike, plus cross entropy of the expert tokens."""
+
+    settings: distillation.Distill
+    columns = frozenset({"divergence"})
+    plain_temperature = frozenset({"expert"})
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether ``rows.logprobs`` must carry a gradient."""
+        return self.settings.sft_coefficient != 0
+
+    def active(self, rows: Rows) -> Tensor:
+        return rows.teaching
+
+    def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
+        if rows.divergence is None:
+            raise ConfigError("distill needs the divergence from a teacher: rows.divergence")
+        settings = self.settings
+        kept = rows.kept & rows.by_token(rows.teaching)
+        found = finite("rows.divergence", where(kept, rows.divergence))
+        sums = {"divergence": found.detach().sum(), "divergence_tokens": kept.sum()}
+        losses = settings.divergence_coefficient * settings.divergence_temperature**2 * found
+        if self.needs_logprobs:
+            nll = -widened(scored(rows, kept & rows.expert))
+            losses = losses + settings.sft_coefficient * nll
+            sums["nll"] = nll.detach().sum()
+        total = aggregate(
+            losses,
+            row=rows.row,
+            expert=rows.expert,
+            lengths=rows.lengths,
+            how=settings.aggregation,
+            scalars=scalars,
+        )
+        return total, sums
+
+    def report(self, sums: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+        figures = {"divergence": sums["divergence"] / max(sums["divergence_tokens"], 1.0)}
+        if "nll" in sums:
+            figures["nll"] = sums["nll"] / max(scalars["expert_tokens"], 1.0)
+        return figures

@@ -87,6 +87,8 @@ class Rows:
     """``[N]`` log π_prox, of the weights at the step's start."""
     reference: Tensor | None = None
     """``[N]`` log π_ref."""
+    divergence: Tensor | None = None
+    """``[N]`` divergence of the teacher's and π_θ's next tokens over the whole vocabulary, nats, with gradient."""
     values: Tensor | None = None
     """``[N]`` a critic's values, with gradient in a loss."""
     old_values: Tensor | None = None

@@ -38,23 +38,38 @@ _HEAD = struct.Struct(f"<{KEY_BYTES}sI")
 _CHECK = struct.Struct("<Q")
 
 
-def frozen_policy(config: Config, device: torch.device) -> Policy:
-    """The base model as it was before the run: π_ref. Every rank holds all of it.
+def frozen_policy(
+    config: Config,
+    device: torch.device,
+    key: str = "model.path",
+    whose: str = "the reference model's",
+) -> Policy:
+    """A model that isn't trained. Every rank holds all of it.
+
+    Args:
+        config: the run's config.
+        device: this rank's device.
+        key: the setting that names the model: ``model.path`` for the base model as it was before the run, which
+            is π_ref; or ``learner.teacher``.
+        whose: names it in the log and in errors.
 
     Raises:
         ConfigError: its log-probs aren't the model's own.
     """
+    path = config.learner.teacher if key == "learner.teacher" else config.model.path
+    assert path is not None
     model = load_model(
-        config.model.path,
+        path,
         dtype=config.model.dtype,
         attention=config.model.attention,
         device=device,
+        key=key,
     )
     probe = Probe.of(model, longest_row(config))
     policy = Policy(model)
-    policy.choose_kernels(probe, config.model.kernels, whose="the reference model's")
-    policy.choose_layout(probe, config.model.attention, whose="the reference model's")
-    policy.require_own(probe, whose="the reference model's")
+    policy.choose_kernels(probe, config.model.kernels, whose=whose)
+    policy.choose_layout(probe, config.model.attention, whose=whose)
+    policy.require_own(probe, whose=whose)
     return policy.eval().requires_grad_(False)
 
 

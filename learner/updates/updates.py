@@ -20,7 +20,7 @@ from ..losses.finite import widened
 from ..losses.ratios import k3
 from ..metrics.diagnostics import diagnose
 from ..metrics.ratio_check import RatioCheck
-from ..objectives import Objective, Ppo, make
+from ..objectives import Distill, Objective, Ppo, make
 from ..objectives.preference import Preference
 from ..rendezvous import gather_over_ranks, max_over_ranks, sum_over_ranks
 from ..rows.groups import MixedGroup, rows_of
@@ -28,6 +28,7 @@ from ..rows.microbatch import MicroBatch
 from ..rows.rows import Rows
 from .coefficients import Coefficients
 from .columns import Columns, share_rows
+from .teacher import Teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,19 @@ def objective_of(config: Config) -> Objective:
             f"learner.critic has settings, and learner.objective.name={wanted.name} has no critic: set "
             f"learner.critic=null, or derive the objective from tandem.learner.objectives.Ppo"
         )
+    if "divergence" in objective.columns and not isinstance(objective, Distill):
+        raise ConfigError(
+            f"learner.objective.name={wanted.name} needs the divergence from a teacher, whose kind only distill and "
+            f"classes that derive from tandem.learner.objectives.Distill say: derive it from Distill"
+        )
+    if isinstance(objective, Distill) != (config.learner.teacher is not None):
+        raise ConfigError(
+            f"learner.objective.name={wanted.name} needs a teacher: set learner.teacher"
+            if config.learner.teacher is None
+            else f"learner.teacher={config.learner.teacher} has nothing to teach, since learner.objective.name="
+            f"{wanted.name} has no teacher: set learner.teacher=null, or derive the objective from "
+            f"tandem.learner.objectives.Distill"
+        )
     return objective
 
 
@@ -130,6 +144,9 @@ class Updates:
             penalised=bool(self.coefficients.kl_reward),
             reference_folder=reference_folder,
         )
+        self.teacher: Teacher | None = None
+        if isinstance(self.objective, Distill):
+            self.teacher = Teacher(config, engine, self.objective)
 
     def train(
         self,
@@ -198,6 +215,7 @@ class Updates:
                     critic_alone=critic_alone,
                     before_step=before_step,
                     inspect=inspect if looks else None,
+                    teach=None if self.teacher is None else self.teacher.lesson,
                 )
                 before_step = None
                 if stopped:

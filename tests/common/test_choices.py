@@ -36,7 +36,7 @@ def named(name: str) -> str:
 # -- samples of a group --------------------------------------------------------------------------
 
 ALONE = ("rollout.group_size=1", FRESH)
-COMPARES_NO_ROWS = {"ppo", "reinforce", "reinforce_pp", "sft"}
+COMPARES_NO_ROWS = {"distill", "ppo", "reinforce", "reinforce_pp", "sft"}
 
 
 @pytest.mark.parametrize("name", sorted(COMPARES_NO_ROWS))
@@ -110,7 +110,8 @@ def test_own_successes_need_the_place_of_one_row():
 @pytest.mark.parametrize("name", WIRED)
 def test_offline_an_objective_is_refused_that_learns_nothing_from_a_trace_alone(name: str):
     entry = OBJECTIVES[name]
-    one_row = (named(name), "learner.micro_batch_tokens=99999", FRESH, OFFLINE)
+    taught = ("learner.teacher=a/b",) if name == "distill" else ()
+    one_row = (named(name), "learner.micro_batch_tokens=99999", FRESH, OFFLINE, *taught)
     if "advantage" in reads(entry) and name != "ppo":
         compared = start("learner.objective.advantage=group_mean", *one_row)
         rewarded = start("learner.objective.advantage=none", *one_row)
@@ -387,10 +388,15 @@ BEST = [
 ]
 """The best model is kept, and no rollout worker is the run's own."""
 
+TAUGHT = [named("distill"), "learner.teacher=a/b"]
+
 NOTHING = [
     (BEST, "set it to a number of steps"),
     ([*BEST, "evaluate.every=5", OFFLINE, named("sft")], "set rollout.workers=1"),
     ([named("sft")], "set expert.per_group=1"),
+    ([named("distill")], "set learner.teacher to a model with the policy's tokenizer"),
+    (["learner.teacher=a/b"], "set learner.teacher=null, or learner.objective.name=distill"),
+    ([*TAUGHT, "learner.objective.sft_coefficient=1"], "set learner.objective.sft_coefficient=0"),
     (["reward.own_reward=1"], "pays every sample alike"),
     (["reward.components=[{name: accuracy, weight: 0}]"], "is paid 0"),
     (["reward.components=[]", "expert.per_group=1"], "is paid 0"),
@@ -511,6 +517,11 @@ def test_what_would_do_nothing_or_fail_later_is_not_started(overrides: list[str]
     [
         [],
         [named("sft"), "expert.per_group=1"],
+        TAUGHT,
+        [*TAUGHT, OFFLINE, "learner.objective.sft_coefficient=1"],
+        [*TAUGHT, "learner.objective.sft_coefficient=1", "expert.per_group=1"],
+        [*TAUGHT, "reward.components=[]"],
+        [*TAUGHT, "reward.own_reward=0"],
         ["reward.own_reward=1", "expert.per_group=1"],
         ["reward.own_reward=1", named("reinforce"), FRESH],
         ["expert.accept=[correct, wrong]"],
@@ -582,6 +593,7 @@ def test_traces_chosen_after_grading_need_graded_groups_and_whole_traces(
     [
         (["learner.objective.advantage=none"], "learns from these too"),
         (["learner.objective.name=ppo"], "learns from these too"),
+        (["learner.objective.name=distill"], "learns from these too"),
         (["learner.objective.name=rl_sft_loss", FRESH], "their expert rows whatever they are paid"),
         (["learner.objective.kl_reward_coefficient=0.1"], "set one of the two to 0"),
         (

@@ -534,6 +534,17 @@ def kto(case: Case, now: Sequence[float], held: Sequence[float]) -> float:
     return total / len(rows)
 
 
+def distill(case: Case, now: Sequence[float], held: Sequence[float]) -> float:
+    """With log μ/π in the place of the divergence, see ``hand_made.filled``."""
+    settings = case.settings
+    factor = settings.divergence_coefficient * settings.divergence_temperature**2
+    losses = {}
+    for i, t in enumerate(case.tokens):
+        if not case.masked[t.row]:
+            losses[i] = factor * (t.mu - now[i]) - settings.sft_coefficient * t.expert * now[i]
+    return agg(case, losses)
+
+
 LOSSES: dict[str, Loss] = {
     **dict.fromkeys(
         (
@@ -562,6 +573,7 @@ LOSSES: dict[str, Loss] = {
     "luffy_code": luffy,
     "exgrpo": exgrpo,
     "sft": sft,
+    "distill": distill,
     "rl_sft_loss": rl_sft_loss,
     "chord": chord,
     "rl_plus": rl_plus,

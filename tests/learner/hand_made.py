@@ -141,6 +141,11 @@ def filled(objective: Objective, these: Rows, leaf: torch.Tensor | None = None) 
         changes["proximal"] = None
     if "reference" not in asked:
         changes["reference"] = None
+    if "divergence" in asked:
+        # It comes out of the pass that scores the tokens; the loss must only be linear in it.
+        there = these.logprobs if leaf is None else leaf
+        assert there is not None
+        changes["divergence"] = these.behaviour - there
     if "values" not in asked:
         changes |= {"values": None, "old_values": None, "returns": None}
     else:

@@ -56,18 +56,27 @@ def config_of(**sections: Any) -> Config:
                 tree[name][key] |= value
             else:
                 tree.setdefault(name, {})[key] = value
+    if tree["learner"].get("objective", {}).get("name") == "distill":
+        tree["learner"].setdefault("teacher", "a/teacher")
     # The mathematics is tested for choices too that no run may make.
     return build(tree, stored=True)
 
 
-def tiny_model(seed: int = 0, *, kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Any:
+def tiny_model(
+    seed: int = 0,
+    *,
+    kv_heads: int = 2,
+    dtype: torch.dtype = torch.float32,
+    hidden: int = 32,
+    vocabulary: int = 32,
+) -> Any:
     """A random Qwen2 of some thousand parameters, tied embeddings."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
     sizes = Qwen2Config(
-        vocab_size=32,
-        hidden_size=32,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
@@ -84,6 +93,16 @@ def tiny_model(seed: int = 0, *, kv_heads: int = 2, dtype: torch.dtype = torch.f
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.3)
     return model
+
+
+def tiny_teacher(vocabulary: int = 40) -> Any:
+    """A wider model than :func:`tiny_model`, whose output has padding beyond the ids of the tokenizer."""
+    return tiny_model(seed=5, hidden=48, vocabulary=vocabulary)
+
+
+def other_model(path: str, **options: Any) -> Any:
+    """In the place of ``load_model``: :func:`tiny_model` as reference, or a teacher."""
+    return tiny_teacher() if options["key"] == "learner.teacher" else tiny_model()
 
 
 def random_rows(

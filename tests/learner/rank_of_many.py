@@ -40,7 +40,7 @@ KEPT = (
     *("ratio/ess", "ratio/k3_bound"),
     *("train/value_mean", "train/explained_variance", "train/critic_loss"),
     *("train/critic_grad_norm", "train/kl_start", "train/update_epochs"),
-    *("train/kto_z0", "train/reference_computed", "train/reference_found"),
+    *("train/divergence", "train/kto_z0", "train/reference_computed", "train/reference_found"),
 )
 STORED = "-stored"
 """Ends the name of an objective that learns from pairs of stored responses instead of samples."""
@@ -123,12 +123,18 @@ def train(name: str, ranks: int, stage: int, out: str) -> tuple[dict[str, torch.
     }, told
 
 
+def load_other(path: str, **options: Any) -> Any:
+    """A reference, or a teacher."""
+    taught = options["key"] == "learner.teacher"
+    return made_up.tiny_teacher() if taught else made_up.tiny_model(seed=5)
+
+
 def main() -> None:
     rank, ranks, port, out, stages, *names = sys.argv[1:]
     several = "," in stages
     torch.set_num_threads(1)
     # A reference that isn't the start, so that the KL has a gradient from the first step on.
-    reference_module.load_model = lambda path, **kwargs: made_up.tiny_model(seed=5)  # type: ignore[assignment]
+    reference_module.load_model = load_other  # type: ignore[assignment]
     tensors: dict[str, torch.Tensor] = {}
     metrics = {}
     seat = Seat(rank=int(rank), world_size=int(ranks), local_rank=int(rank), port=int(port) or None)

@@ -74,6 +74,7 @@ def test_the_played_device_refuses_what_a_gpu_refuses() -> None:
         ("luffy", "auto", {"lora": {"rank": 2}}),
         ("ppo", "auto", {}),
         ("dpo", "auto", {}),
+        ("distill", "varlen", {}),
         ("srft", "auto", {"gradient_checkpointing": True}),
     ],
 )
@@ -99,8 +100,9 @@ def test_an_update_keeps_to_the_models_device(
     with played() as elsewhere:
         for device in (torch.device("cpu"), elsewhere):
 
-            def made(*_: Any, device: torch.device = device, **__: Any) -> Any:
-                model = made_up.tiny_model()
+            def made(*_: Any, device: torch.device = device, **options: Any) -> Any:
+                # Reference, critic and teacher are others than the policy.
+                model = made_up.tiny_model(5 if "key" in options else 0)
                 return model if device.type == "cpu" else move(model)
 
             for module in (reference, critic):

@@ -21,7 +21,18 @@ PASSES = ["grpo-passes", "kto-passes", "ppo-passes", "sft-passes"]
 NAMES = [*sorted(OBJECTIVES), "dpo-stored", "kto-stored", *PASSES]
 # One for each unit and each kind of column, stored pairs, and several passes.
 FEW = [
-    *("decoupled_ppo", "dpo", "dpo-stored", "exgrpo", "gspo", "kto", "kto-stored", "luffy", "ppo"),
+    *(
+        "decoupled_ppo",
+        "distill",
+        "dpo",
+        "dpo-stored",
+        "exgrpo",
+        "gspo",
+        "kto",
+        "kto-stored",
+        "luffy",
+        "ppo",
+    ),
     *PASSES,
 ]
 # Own samples with a reference in loss and reward, expert traces, and stored pairs.

@@ -482,9 +482,7 @@ def test_every_objective_trains_whatever_the_micro_batches(
     name: str, learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two updates of a step, with traces and a trace's prefix among the rows."""
-    monkeypatch.setattr(
-        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
-    )
+    monkeypatch.setattr("tandem.learner.updates.reference.load_model", made_up.other_model)
     groups = with_traces(made_up, groups_of(made_up, 4, size=3), 2)
     groups[3] = begun_by_an_expert(groups[3], 2)
     found = []
@@ -510,9 +508,7 @@ def test_log_probs_that_are_no_numbers_undo_a_step_of_any_objective(
     name: str, learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is raised and no parameter changes: the step's groups are put aside, and on it goes."""
-    monkeypatch.setattr(
-        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
-    )
+    monkeypatch.setattr("tandem.learner.updates.reference.load_model", made_up.other_model)
     updates = learner(learner={"objective": {"name": name}}, replay={"max_staleness": 0})
     norm = dict(updates.engine.model.named_parameters())["model.norm.weight"]
     with torch.no_grad():

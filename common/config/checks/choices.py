@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 
-from ...objectives import OBJECTIVES, WITHOUT_GROUP
+from ...objectives import OBJECTIVES, WITHOUT_GROUP, OwnObjective
 from ...objectives.experts import ExGrpo
 from ...objectives.keys import Entropy, Expert
 from ...records import Verdict
@@ -278,6 +278,29 @@ def _supervised(config: Config) -> str | None:
     )
 
 
+def _teacher(config: Config) -> str | None:
+    objective, teacher = config.learner.objective, config.learner.teacher
+    if isinstance(objective, OwnObjective):
+        return None  # Whether it has one, only the learner can tell.
+    name = f"learner.objective.name={objective.name}"
+    if "divergence" not in objective.needs:
+        if teacher is None:
+            return None
+        return (
+            f"learner.teacher={teacher} has nothing to teach, since {name} has no teacher: set "
+            f"learner.teacher=null, or learner.objective.name=distill"
+        )
+    if teacher is None:
+        return f"{name} needs a teacher: set learner.teacher to a model with the policy's tokenizer"
+    coefficient = getattr(objective, "sft_coefficient", 0.0)
+    if coefficient and _online(config) and not config.expert.per_group:
+        return (
+            f"learner.objective.sft_coefficient={coefficient:g} is of expert tokens, and expert.per_group=0 lets "
+            f"none into a group: set learner.objective.sft_coefficient=0, or expert.per_group=1"
+        )
+    return None
+
+
 def _no_reward(config: Config) -> str | None:
     reward = config.reward
     if not _online(config):
@@ -288,6 +311,8 @@ def _no_reward(config: Config) -> str | None:
                 f"reward.own_reward={reward.own_reward:g} pays every sample alike, so that no group "
                 f"teaches anything: leave it null, or let traces in with expert.per_group"
             )
+    elif "divergence" in config.learner.objective.needs:
+        return None  # A teacher's word takes the place of rewards.
     elif not any(component.weight for component in reward.components):
         return (
             "no component of reward.components has a weight, so that every sample is paid 0: give one "
@@ -513,6 +538,7 @@ START_RULES: tuple[Rule, ...] = (
     _archive,
     _only_samples,
     _supervised,
+    _teacher,
     _no_reward,
     _bounds,
     _memory,

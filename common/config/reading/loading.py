@@ -234,6 +234,9 @@ def _of_kinds(
     learner, kind = _part(kept, "learner"), kind_of(name)
     if "values" not in kind.needs and kind is not OwnObjective and _part(learner, "critic"):
         left_out += [f"learner.critic.{key}" for key in learner.pop("critic")]
+    if "divergence" not in kind.needs and kind is not OwnObjective and learner.get("teacher"):
+        del learner["teacher"]
+        left_out.append("learner.teacher")
     optimizer = _part(learner, "optimizer")
     named = _part(_part(other, "learner"), "optimizer").get("name", "adamw")
     for key in unread_by(named):

@@ -585,6 +585,29 @@ def test_a_critic_of_another_model_has_its_own_size() -> None:
     assert found["critic"] == pytest.approx(share * whole["critic"], rel=0.01)
 
 
+def test_a_teacher_takes_the_weights_and_the_passes_of_its_own_size() -> None:
+    taught = ("learner.objective.name=distill", "learner.gradient_checkpointing=false")
+    policy, teacher = shape_of("Qwen/Qwen2.5-0.5B"), shape_of("Qwen/Qwen2.5-Math-1.5B")
+    assert policy is not None
+    assert teacher is not None
+    settings = config(*taught, "learner.teacher=Qwen/Qwen2.5-Math-1.5B", "learner.update_epochs=2")
+    for stage, ranks in ((1, 1), (3, 2)):
+        ranked = config(
+            *taught, "learner.teacher=Qwen/Qwen2.5-Math-1.5B",
+            f"learner.ranks={ranks}", f"learner.zero_stage={stage}",
+        )  # fmt: skip
+        parts = memory.learner(ranked, policy, "cuda", rank=1).parts
+        assert parts["teacher"] == 2 * teacher.parameters
+    work = speed.load(settings, prompt_tokens=100, response_tokens=900)
+    found = speed.forward_seconds(settings, policy, PLAIN, 512_000, 1000)
+    plain = config("learner.gradient_checkpointing=false", "learner.update_epochs=2")
+    alone = speed.forward_seconds(plain, policy, PLAIN, 512_000, 1000)
+    assert work.trained == 512_000
+    forward = speed.forward_flops(teacher, 512_000, 1000) / 0.4e12
+    assert found - alone == pytest.approx(2 * forward)
+    assert "teacher" not in memory.learner(config(), policy, "cuda").parts
+
+
 def test_decoding_reads_weights_and_cache_once_an_iteration() -> None:
     found = speed.engine_speed(config(), SMALL, PLAIN)
     # 32 bytes a cached token, 4 rows of 200 tokens.

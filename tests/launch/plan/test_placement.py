@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError
+from tandem.common.models import resolve
 from tandem.common.run_folder import RunFolder
 from tandem.launch.host import preflight, requirements
 from tandem.launch.plan import hardware, placement, planning
@@ -246,6 +249,46 @@ def test_a_critics_model_that_is_missing_is_refused_by_its_own_name(tmp_path: Pa
     with pytest.raises(DataError, match=r"^learner\.critic\.model=.*: its weights can't be read"):
         load_critic(config_of(tmp_path), torch.device("cpu"), 1)
     preflight.check_critic(load("miniature").resolve([]))
+
+
+def test_a_teachers_model_is_checked_by_its_own_name(tmp_path: Path) -> None:
+    def check(path: Path | str, *words: str) -> None:
+        settings = ("learner.objective.name=distill", f"learner.teacher={path}", *words)
+        preflight.check_teacher(load("miniature").resolve(settings))
+
+    with pytest.raises(DataError, match=r"^learner\.teacher=.*none: there is no such folder"):
+        check(tmp_path / "none")
+    base = Path(resolve("miniature"))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"^learner\.teacher=.* has no config\.json"):
+        check(tmp_path)
+    shutil.copy(base / "config.json", tmp_path)
+    with pytest.raises(DataError, match=r"^learner\.teacher=.* has no weights"):
+        check(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(DataError, match=r"^learner\.teacher=.* has no tokenizer"):
+        check(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, tmp_path)
+    check(tmp_path)
+    check("miniature")
+    content = json.loads((tmp_path / "config.json").read_text())
+    context = content["max_position_embeddings"]
+    with pytest.raises(ConfigError, match=rf"over the teacher's context of {context} tokens"):
+        check(tmp_path, f"data.max_prompt_tokens={context}")
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(resolve("miniature"), tmp_path, dirs_exist_ok=True)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["7"], ids["8"] = ids["8"], ids["7"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = load("miniature").resolve(
+        ["learner.objective.name=distill", f"learner.teacher={tmp_path}"]
+    )
+    with pytest.raises(ConfigError, match=r"another tokenizer .*: 2 token ids differ, such as"):
+        preflight.check_teacher(config)
 
 
 @pytest.mark.parametrize("key", ["learner.optimizer", "learner.critic.optimizer"])

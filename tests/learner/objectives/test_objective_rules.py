@@ -28,6 +28,7 @@ AGGREGATED = [
 BUSY: dict[str, Any] = {
     "entropy_coefficient": 0.01,
     "kl_coefficient": 0.1,
+    "sft_coefficient": 0.7,
     "own_advantage_weight": 0.7,
     "expert_advantage_weight": 1.3,
 }
@@ -175,7 +176,7 @@ def test_extreme_log_probs_give_a_finite_loss_and_gradient(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_log_probs_are_computed_with_in_float32(name: str, hand: ModuleType) -> None:
-    objective = make(name)
+    objective = with_those_it_reads(name, sft_coefficient=1.0)
     exact = hand.filled(objective, hand.random_rows(7, dtype=torch.float32))
     rounded = exact.with_columns(
         **{
@@ -223,7 +224,8 @@ def test_rows_that_are_all_masked_or_none_at_all_give_zero(name: str, hand: Modu
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [-math.inf, math.nan])
 def test_a_log_prob_that_is_no_number_is_named(name: str, bad: float, hand: ModuleType) -> None:
-    objective = make(name, expert_negative=True)
+    # Without its supervised term, distill doesn't look at them.
+    objective = with_those_it_reads(name, sft_coefficient=1.0)
     these = hand.filled(objective, hand.random_rows(5))
     scalars = hand.scalars_of(objective, these)
     active = torch.nonzero(objective.active(these)).squeeze(1)
@@ -241,7 +243,7 @@ def test_other_columns_that_are_no_numbers_are_named_too(
     objective = busy(name)
     these = hand.filled(objective, hand.random_rows(5))
     scalars = hand.scalars_of(objective, these)
-    asked = set(objective.columns) & {"proximal", "reference", "values"}
+    asked = set(objective.columns) & {"proximal", "reference", "divergence", "values"}
     if "entropy_coefficient" in reads(OBJECTIVES[name]):
         asked.add("entropy")
     for column in sorted(asked):
@@ -267,6 +269,7 @@ def moved(
     found = []
     for gap in (0.0, 0.5):
         there = these.with_columns(logprobs=these.logprobs - gap * where)  # type: ignore[operator]
+        there = hand.filled(objective, there)
         found.append(objective.loss(there, hand.scalars_of(objective, there))[0].item())
     return found[0], found[1]
 

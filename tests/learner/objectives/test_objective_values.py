@@ -55,7 +55,9 @@ def test_loss_and_gradient_are_those_of_the_formula(
 
 
 @pytest.mark.parametrize("how", ["constant", "width", "token_mean", "sequence_mean", "by_source"])
-@pytest.mark.parametrize("name", ["grpo", "luffy", "exgrpo", "sft", "decoupled_ppo", "prefix_rft"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "luffy", "exgrpo", "sft", "distill", "decoupled_ppo", "prefix_rft"]
+)
 def test_each_denominator_is_that_of_the_formula(
     name: str, how: str, hand: ModuleType, formula: ModuleType
 ) -> None:
@@ -127,6 +129,13 @@ def test_preferences_read_their_own_numbers(hand: ModuleType, formula: ModuleTyp
     check("orpo", hand, formula, 9, beta=0.7)
 
 
+def test_distillation_reads_its_own_numbers(hand: ModuleType, formula: ModuleType) -> None:
+    check(
+        "distill", hand, formula, 9, divergence_coefficient=0.6, divergence_temperature=2.0,
+        sft_coefficient=0.3,
+    )  # fmt: skip
+
+
 def test_the_odds_of_orpo_are_of_the_tokens_that_are_not_muted(hand: ModuleType) -> None:
     objective = make("orpo", beta=0.7)
     logprobs = torch.tensor([-0.5, -0.1, -2.0, -1.0, -3.0], dtype=torch.float64)
@@ -156,7 +165,7 @@ def test_every_objective_has_a_formula_of_its_own(formula: ModuleType) -> None:
 # Away from kinks, losses without a stop-gradient are the gradient's potential.
 POTENTIAL = (
     "grpo", "reinforce", "gspo", "ppo", "luffy", "luffy_paper", "luffy_code", "exgrpo", "sft",
-    "rl_sft_loss", "prefix_rft", "decoupled_ppo", "dpo", "cpo", "orpo",
+    "rl_sft_loss", "distill", "prefix_rft", "decoupled_ppo", "dpo", "cpo", "orpo",
 )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ ARCHIVES: dict[str, tuple[Sequence[float], bool]] = {
 def model(made_up: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     made_up.tiny_model().save_pretrained(folder)
+    made_up.tiny_teacher().save_pretrained(folder / "teacher")
     return folder
 
 
@@ -93,7 +94,11 @@ def config_of(made_up: ModuleType, folder: Path, model: Path, objective: dict[st
     return made_up.config_of(
         model={"path": str(model)},
         data={"archive": str(folder)},
-        learner={"source": "offline", "objective": objective},
+        learner={
+            "source": "offline",
+            "objective": objective,
+            "teacher": str(model / "teacher") if objective["name"] == "distill" else None,
+        },
         run={"steps": STEPS},
     )
 
