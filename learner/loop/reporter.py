@@ -69,7 +69,6 @@ class Reporter:
         total_steps: int,
     ) -> None:
         self._runs = runs
-        self._members = Members(runs.store)
         self._config = config
         self._folder = folder
         self._name = name
@@ -266,11 +265,12 @@ class Reporter:
             return {}
         self._asked = now
         reports = self._runs.reports()
+        workers = Members(self._runs.store).live("rollout")
         return {
             **self._rates.take(reports),
             **self._transfers.lost(reports),
             **self._transfers.checked(reports),
-            **_rollout_memory(reports.get(m.member, {}) for m in self._members.live("rollout")),
+            **_rollout_memory(reports.get(m.member, {}) for m in workers),
             **(self._transfers.sent(weights) if weights else {}),
         }
 
