@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from .head import Head
-from .logprobs import CHUNK_BYTES, CHUNKED_FROM, LEAST_SLICE, _factors, _slice_logits
+from .logprobs import (
+    CHUNK_BYTES,
+    CHUNKED_FROM,
+    LEAST_SLICE,
+    SlicedGradients,
+    _factors,
+    _slice_logits,
+)
 
 COPIES = 8
 """Tensors of a slice's size that exist at the same time."""
@@ -143,12 +150,8 @@ class _Divergence(torch.autograd.Function):
         (by_divergence,) = gradients
         *saved, slope = ctx.saved_tensors
         hidden, weight, bias, _, heat, _, norms = saved
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        # Summed in float32: a bf16 sum over many slices loses small terms.
-        grad_hidden = torch.zeros_like(hidden, dtype=norms.dtype) if wants_hidden else None
         # Rows beyond the common ids are in no slice.
-        grad_weight = torch.zeros_like(weight) if wants_weight else None
-        grad_bias = torch.zeros_like(bias) if wants_bias else None
+        sums = SlicedGradients(ctx, hidden, weight, bias, norms.dtype, ctx.width)
         bend = ctx.bends[1]
         for part in _slices(ctx.width, ctx.size):
             teacher, policy = _both(ctx, saved, part)
@@ -160,16 +163,8 @@ class _Divergence(torch.autograd.Function):
                 # 1 − tanh², from heat · tanh.
                 bent = ((policy + norms[:, None]) / heat).square_().neg_().add_(1)
                 grad.mul_(bent.mul_(bend))
-            narrow = grad.to(hidden.dtype)
-            if grad_bias is not None:
-                grad_bias[part] = grad.sum(0, dtype=norms.dtype)
-            if grad_hidden is not None:
-                grad_hidden += narrow @ weight[part]
-            if grad_weight is not None:
-                torch.mm(narrow.T, hidden, out=grad_weight[part])
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+            sums.add(part, grad, grad.to(hidden.dtype))
+        return *sums.found(), None, None, None, None
 
 
 def _slices(width: int, size: int) -> Iterator[slice]:

@@ -243,6 +243,52 @@ def _merged(one: Part, other: Part) -> Part:
     return top, total, moment
 
 
+class SlicedGradients:
+    """Gradients by the hidden states, matrix and bias of an output head, from those by slices of its logits.
+
+    Args:
+        ctx: of the backward pass of a function whose first three inputs these are.
+        hidden: ``[N, H]``.
+        weight: ``[V, H]``.
+        bias: ``[V]``, if there is one.
+        dtype: in which sums are made.
+        width: rows of the matrix that are in some slice; the others have no gradient.
+    """
+
+    def __init__(
+        self,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        width: int,
+    ) -> None:
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        self._states, self._matrix, self._dtype = hidden, weight, dtype
+        # Summed in float32: a bf16 sum over many slices loses small terms.
+        self._hidden = torch.zeros_like(hidden, dtype=dtype) if wants_hidden else None
+        self._weight = torch.empty_like(weight) if wants_weight else None
+        self._bias = torch.empty_like(bias) if bias is not None and wants_bias else None
+        for found in (self._weight, self._bias):
+            if found is not None:
+                found[width:] = 0
+
+    def add(self, part: slice, grad: Tensor, narrow: Tensor) -> None:
+        """Takes ``[N, v]`` gradients by a slice's logits, and the same in the hidden states' dtype."""
+        if self._bias is not None:
+            self._bias[part] = grad.sum(0, dtype=self._dtype)
+        if self._hidden is not None:
+            self._hidden += narrow @ self._matrix[part]
+        if self._weight is not None:
+            torch.mm(narrow.T, self._states, out=self._weight[part])
+
+    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The three gradients, None where nobody wants one."""
+        hidden = None if self._hidden is None else self._hidden.to(self._states.dtype)
+        return hidden, self._weight, self._bias
+
+
 class _Sliced(torch.autograd.Function):
     """Keeps hidden, W, b, tokens, logsumexp and entropy; computes the logits again in backward, except
     for those of the first slices, which it keeps.
@@ -305,11 +351,7 @@ class _Sliced(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         by_logprob, by_entropy = gradients
         hidden, weight, bias, tokens, heat, norms, entropy, *saved = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        # Summed in float32: a bf16 sum over many slices loses small terms.
-        grad_hidden = torch.zeros_like(hidden, dtype=norms.dtype) if wants_hidden else None
-        grad_weight = torch.empty_like(weight) if wants_weight else None
-        grad_bias = torch.empty_like(bias) if wants_bias else None
+        sums = SlicedGradients(ctx, hidden, weight, bias, norms.dtype, weight.shape[0])
         # Asking a GPU would wait for it.
         with_entropy = ctx.kernels is None and bool(by_entropy.any())
         for number, start in enumerate(range(0, weight.shape[0], ctx.size)):
@@ -331,12 +373,5 @@ class _Sliced(torch.autograd.Function):
                     *(by_entropy if with_entropy else None, tokens - start),
                 )
                 narrow = grad.to(hidden.dtype)
-            if grad_bias is not None:
-                grad_bias[part] = grad.sum(0, dtype=norms.dtype)
-            if grad_hidden is not None:
-                grad_hidden += narrow @ weight[part]
-            if grad_weight is not None:
-                torch.mm(narrow.T, hidden, out=grad_weight[part])
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+            sums.add(part, grad, narrow)
+        return *sums.found(), None, None, None, None, None, None

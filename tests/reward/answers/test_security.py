@@ -97,7 +97,9 @@ class _Watch:
     def _look(self) -> None:
         over = False
         while not over:
-            over = self._stop.wait(0.05)  # with a last look, since some modes need no grader and are done by then
+            over = self._stop.wait(
+                0.05
+            )  # with a last look, since some modes need no grader and are done by then
             for pid in list(self._grader.grader_pids()):
                 try:
                     # Its own file: psutil would look at every process of the machine.
