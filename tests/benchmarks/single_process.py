@@ -78,8 +78,9 @@ class PlainEngine:
         critic_alone: bool = False,
         before_step: Callable[[], None] | None = None,
         inspect: Callable[[Sequence[torch.Tensor]], bool] | None = None,
+        teach: None = None,
     ) -> UpdateResult:
-        """One optimizer step on the sum of the micro-batches' losses; nothing is inspected."""
+        """One optimizer step on the sum of the micro-batches' losses; nothing is inspected, nobody teaches."""
         total = 0.0
         sums: dict[str, float] = {}
         logprobs, entropies = [], []
