@@ -9,11 +9,11 @@ usage: bash tests/run.sh [--all] [--coverage] [--require STAGE]
 
 Sets up .venv with the tests' own packages where that is not done yet (launch/setup.sh --dev), then
 runs ruff, mypy, import-linter, shellcheck and the tests in stages, and checks that no process and no
-file is left behind: docs and unit, in about ten minutes on two cores. With --all also the long stages:
-updates (of a learner, and of engines' weights), processes (commands, workers, pools and servers),
-e2e, twins (some presets on the miniature),
-faults (kills in whole runs), redis (servers of others), hosts (several of them), vllm and package,
-three quarters of an hour in all on two slow cores; CI runs these. vLLM's tests run where vLLM is installed
+file is left behind: the stage unit, with the README's own commands, in about ten minutes on two cores.
+With --all also the long stages: slow (its slowest files, and the commands of docs/), updates (of a
+learner, and of engines' weights), processes (commands, workers, pools and servers), e2e (whole runs,
+some with kills), hosts (several of them, and redis-servers of others) and vllm, three quarters of an
+hour in all on two slow cores; CI runs these. vLLM's tests run where vLLM is installed
 (bash launch/setup.sh --dev --vllm), and are listed as not run where not; with --require vllm that is
 a failure, and so is a single one of them that is skipped. With --coverage it tells at the end which
 lines of which files no test ran (processes that are killed don't count).

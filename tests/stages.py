@@ -90,6 +90,7 @@ WHOLE_PROCESSES = (
     "tests/launch/run/test_flipped_files.py",
     "tests/learner/test_devices.py",
     "tests/repo/test_benchmarks.py",
+    "tests/repo/test_package.py",
     "tests/repo/test_stages.py",
     "tests/reward/answers/test_security.py",
     "tests/reward/graders/test_hangs.py",
@@ -104,47 +105,77 @@ WHOLE_PROCESSES = (
     "tests/rollout/test_out_of_memory.py",
     "tests/rollout/test_worker.py",
 )
-"""Commands, workers, pools and servers that are started as processes, each test with new ones."""
+"""Commands, workers, pools, servers and installations that are started as processes, each test with new ones."""
+
+SLOW = (
+    "tests/cluster/test_manifests.py",
+    "tests/cluster/test_password.py",
+    "tests/fuzz/test_fuzz.py",
+    "tests/launch/commands/test_roles.py",
+    "tests/launch/ingest/test_ingest.py",
+    "tests/launch/plan/test_gpu_presets.py",
+    "tests/launch/plan/test_simulation.py",
+    "tests/launch/run/test_dry_run.py",
+    "tests/launch/run/test_forked.py",
+    "tests/launch/run/test_offline_evaluation.py",
+    "tests/launch/run/test_supervision.py",
+    "tests/launch/run/test_sweep.py",
+    "tests/launch/test_cli.py",
+    "tests/launch/trackers/test_trackers.py",
+    "tests/learner/forward/test_families.py",
+    "tests/learner/metrics/test_ratio_figures.py",
+    "tests/learner/objectives/test_objective_rules.py",
+    "tests/learner/test_distillation.py",
+    "tests/learner/test_waits.py",
+    "tests/replay/test_model.py",
+    "tests/repo/test_docs.py",
+    "tests/reward/components/test_conversations.py",
+    "tests/reward/components/test_functions.py",
+    "tests/reward/graders/test_grading.py",
+    "tests/rollout/test_commit_check.py",
+    "tests/rollout/test_families.py",
+)
+"""Files that take longer than about twelve seconds, among them the commands that the pages of docs/ show."""
 
 PROBES = "tests/cluster/test_probes.py"
 """Whole runs by the words of manifests."""
 
+WHOLE_RUNS = ("tests/e2e", "tests/faults")
+"""Runs from their start to their end, some with kills and full disks on the way."""
 
-def longest_first(folder: str, *longest: str) -> tuple[str, ...]:
-    """The test files of a folder, those named first; else one of two processes ends long after the other."""
-    first = [f"{folder}/test_{name}.py" for name in longest]
-    rest = sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("test_*.py"))
-    return (*first, *(path for path in rest if path not in first))
+
+def longest_first(*longest: str) -> tuple[str, ...]:
+    """The files of whole runs, those named first; else one of two processes ends long after the other."""
+    files = (path for folder in WHOLE_RUNS for path in (ROOT / folder).glob("test_*.py"))
+    rest = sorted(str(path.relative_to(ROOT)) for path in files)
+    return (*longest, *(path for path in rest if path not in longest))
 
 
 STAGES = (
-    # First: the README's main job is the finished run that later stages read.
-    Stage(name="docs", args=("tests/repo/test_readme.py", "--numprocesses=2")),
     Stage(
         name="unit",
         args=(
-            "tests",
+            # First: the README's main job is the finished run that other tests read.
+            *("tests/repo/test_readme.py", "tests", "--no-loadscope-reorder"),
             # Two at a time, a file's tests together: many start further processes.
             "--numprocesses=2",
             "--dist=loadfile",
             "-m",
             "not vllm and not byhand",
-            "--ignore=tests/e2e",
-            "--ignore=tests/faults",
             "--ignore=tests/shared_redis",
             "--ignore=tests/hosts",
             f"--ignore={PROBES}",
-            *(f"--ignore={path}" for path in (*WHOLE_UPDATES, *WHOLE_PROCESSES)),
-            "--ignore=tests/repo/test_package.py",
-            "--ignore=tests/repo/test_readme.py",
+            *(
+                f"--ignore={path}"
+                for path in (*WHOLE_RUNS, *WHOLE_UPDATES, *WHOLE_PROCESSES, *SLOW)
+            ),
         ),
         byhand="bash tests/run.sh tests --ignore=tests/faults -m byhand (an hour)",
     ),
     Stage(
-        name="redis",
-        args=("tests/shared_redis", "--numprocesses=2", "--dist=loadfile", "-m", "not byhand"),
+        name="slow",
+        args=(*SLOW, "--numprocesses=2", "--dist=loadfile", "-m", "not vllm and not byhand"),
         long=True,
-        byhand="bash tests/run.sh tests/shared_redis -m byhand (two minutes)",
     ),
     Stage(
         name="updates",
@@ -173,11 +204,13 @@ STAGES = (
         # Two whole runs at a time: each waits for its own processes for half of its time.
         args=(
             *longest_first(
-                "tests/e2e",
-                *("main_job", "hooks", "archive", "pairs", "going_on", "sweep", "experience"),
-                *("stages", "dynamic_sampling", "redis_password", "trackers", "judge"),
+                *("tests/e2e/test_main_job.py", "tests/e2e/test_twins.py"),
+                *("tests/faults/test_determinism.py", "tests/e2e/test_distillation.py"),
+                *("tests/e2e/test_archive.py", "tests/faults/test_storm.py"),
+                *("tests/e2e/test_trackers.py", "tests/e2e/test_going_on.py"),
+                *("tests/faults/test_full_disk.py", "tests/e2e/test_pairs.py"),
+                *("tests/e2e/test_sweep.py", "tests/e2e/test_redis_password.py"),
             ),
-            "--ignore=tests/e2e/test_twins.py",
             "--numprocesses=2",
             "--dist=loadfile",
             "--no-loadscope-reorder",
@@ -186,36 +219,18 @@ STAGES = (
         ),
         needs="tests/e2e",
         long=True,
-        byhand="bash tests/run.sh tests/e2e -m byhand (half an hour)",
-    ),
-    Stage(
-        name="twins",
-        # Some presets on the miniature, two runs at a time.
-        args=("tests/e2e/test_twins.py", "--numprocesses=2", "-m", "not byhand"),
-        long=True,
-        byhand="bash tests/run.sh tests/e2e/test_twins.py -m byhand (ten minutes)",
-    ),
-    Stage(
-        name="faults",
-        args=(
-            *longest_first("tests/faults", "storm", "determinism", "full_disk", "audit"),
-            "--numprocesses=2",
-            "--dist=loadfile",
-            "--no-loadscope-reorder",
-            "-m",
-            "not byhand",
-        ),
-        needs="tests/faults",
-        long=True,
-        byhand="bash tests/run.sh tests/faults -m byhand (three minutes)",
+        byhand="bash tests/run.sh tests/e2e tests/faults -m byhand (half an hour)",
     ),
     Stage(
         name="hosts",
         # Two at a time: each waits for deadlines for half of its time. By "load" one process would get both long tests.
-        args=("tests/hosts", PROBES, "--numprocesses=2", "--dist=loadgroup", "-m", "not byhand"),
+        args=(
+            *("tests/hosts", "tests/shared_redis", PROBES),
+            *("--numprocesses=2", "--dist=loadgroup", "-m", "not byhand"),
+        ),
         needs="tests/hosts",
         long=True,
-        byhand="bash tests/run.sh tests/hosts tests/cluster -m byhand (twenty minutes)",
+        byhand="bash tests/run.sh tests/hosts tests/shared_redis tests/cluster -m byhand (twenty minutes)",
     ),
     Stage(
         name="vllm",
@@ -233,7 +248,6 @@ STAGES = (
         byhand="bash tests/run.sh tests/rollout -m 'vllm and byhand' (ten minutes)",
         deadline_s=600.0,
     ),
-    Stage(name="package", args=("tests/repo/test_package.py", "-m", "not byhand"), long=True),
 )
 
 

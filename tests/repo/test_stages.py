@@ -112,7 +112,7 @@ def test_ci_requires_vllms_stage_and_that_of_existing_servers(tmp_path: Path) ->
         timeout=60,
         check=True,
     )
-    required = "run --all --require vllm --require redis --require hosts"
+    required = "run --all --require vllm --require hosts"
     assert said.stdout.splitlines() == ["setup --dev --vllm", "get", required]
 
 
@@ -149,8 +149,8 @@ stages.run_stages(frozenset(sys.argv[3:]), every=sys.argv[2] == "all")
         left = {line.split(":")[1].split()[1] for line in said if "--all runs it" in line}
         return {line.split()[1] for line in said if line.startswith("ran ")}, left
 
-    always = {"docs", "unit"}
-    long = {"redis", "updates", "processes", "e2e", "twins", "faults", "hosts", "vllm", "package"}
+    always = {"unit"}
+    long = {"slow", "updates", "processes", "e2e", "hosts", "vllm"}
     assert ran("some") == (always, long)
     assert ran("some", "vllm") == (always | {"vllm"}, long - {"vllm"})
     assert ran("all") == (always | long, set())
