@@ -57,6 +57,7 @@ Correction = Literal["none", "truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 """The unit that has a weight: a token, a row (the product), or a row (the geometric mean)."""
 KlForm = Literal["k2", "k3", "kl", "abs", "mse", "low_var"]
+KlRewardForm = Literal["k1", "k3"]
 
 EQUAL_REWARDS = 1e-6
 """Rewards of a group within this range count as equal.
@@ -260,6 +261,8 @@ class Kl(ObjectiveConfig):
     kl_reward_coefficient: NonNegative = 0.0
     """β of a KL penalty in the reward: a row's advantage is computed from R − β Σ log μ/π_ref over its
     own tokens."""
+    kl_reward_form: KlRewardForm = "k1"
+    """Estimator of the KL in the reward: k1, log μ/π_ref, or k3, π_ref/μ − 1 + log μ/π_ref, which is never negative."""
     kl_target: AboveZero | None = None
     """KL to the reference, in nats per own token, to which both β are steered (arXiv 1909.08593); None =
     they are fixed."""

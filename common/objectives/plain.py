@@ -198,6 +198,9 @@ class Ppo(Clipped):
     whiten: bool = True
     """Whether tokens' advantages are whitened over the step's batch: minus their mean, over the root of
     their unbiased variance + 1e-8."""
+    whiten_rewards: bool = False
+    """Whether tokens' rewards, KL included, are first divided by the root of their unbiased variance + 1e-8 over
+    the step's batch, with their mean kept (TRL's PPO)."""
     value_coefficient: NonNegative = 0.5
     """Coefficient of a critic's loss."""
     value_clip: AboveZero | None = 0.2

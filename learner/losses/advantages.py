@@ -40,7 +40,7 @@ def _mean(values: Tensor, group: Tensor, groups: int, weight: Tensor) -> tuple[T
     return total / count.clamp(min=1), count
 
 
-def whiten(values: Tensor, weight: Tensor | None = None, *, shift_mean: bool = True) -> Tensor:
+def whiten(values: Tensor, weight: Tensor | None = None) -> Tensor:
     """``(x − mean) / std`` over all values, std with n and a floor of its square of 1e-8.
 
     REINFORCE++'s normalisation over the whole batch (arXiv 2501.03262, eq. 8).
@@ -48,15 +48,13 @@ def whiten(values: Tensor, weight: Tensor | None = None, *, shift_mean: bool = T
     Args:
         values: any shape.
         weight: same shape, how often each value counts (tokens of a row); None = once.
-        shift_mean: False keeps the mean where it was.
     """
     weight = torch.ones_like(values) if weight is None else weight.to(values.dtype)
     count = weight.sum().clamp(min=1)
     mean = (values * weight).sum() / count
     centred = values - mean
     variance = (centred * centred * weight).sum() / count
-    result = centred * variance.clamp(min=WHITEN_FLOOR).rsqrt()
-    return result if shift_mean else result + mean
+    return centred * variance.clamp(min=WHITEN_FLOOR).rsqrt()
 
 
 def advantages(

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from ...common.objectives.keys import KlForm
+from ...common.objectives.keys import KlForm, KlRewardForm
 from .finite import finite, widened
-from .ratios import clamped, k3, row_sums
+from .ratios import clamped, k3
 
 LOW_VAR_BOUND = 10.0
 """Bound of LUFFY's (verl's) ``low_var_kl``."""
@@ -129,20 +129,16 @@ def value_loss(
     return 0.5 * loss
 
 
-def kl_penalised(
-    rewards: Tensor, logprobs: Tensor, reference: Tensor, row: Tensor, coefficient: float
-) -> Tensor:
-    """``[R]`` ``R − β Σ_t (log π(y_t) − log π_ref(y_t))``: the KL in the reward, by k1.
+def kl_in_reward(logprobs: Tensor, reference: Tensor, form: KlRewardForm) -> Tensor:
+    """What a token's reward is lowered by, times β: with d = log π − log π_ref, ``k1``: d, ``k3``: e^−d + d − 1.
 
     k1 belongs here and not in the loss, where its expected gradient is 0 (arXiv 2203.02155, eq. 2;
     Schulman, "Approximating KL divergence", 2020).
 
     Args:
-        rewards: ``[R]``
-        logprobs: ``[N]`` of the policy that sampled; no gradient goes through.
-        reference: ``[N]``
-        row: ``[N]``
-        coefficient: β.
+        logprobs: log π of the policy that sampled, any shape; no gradient goes through.
+        reference: log π_ref.
+        form: Which of them.
     """
-    difference = (logprobs - reference).detach().to(rewards.dtype)
-    return rewards - coefficient * row_sums(difference, row, len(rewards))
+    difference = (logprobs - reference).detach()
+    return difference if form == "k1" else k3(-difference)

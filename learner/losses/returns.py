@@ -74,27 +74,23 @@ def last_token_rewards(row_rewards: Tensor, row: Tensor) -> Tensor:
     return result
 
 
-def kl_penalised_tokens(
-    rewards: Tensor, logprobs: Tensor, reference: Tensor, coefficient: float
-) -> Tensor:
-    """``[N]`` ``r_t − β (log π(y_t) − log π_ref(y_t))``, token by token, for GAE."""
-    return rewards - coefficient * (logprobs - reference).detach().to(rewards.dtype)
-
-
-def whitened(values: Tensor, counted: Tensor) -> Tensor:
+def whitened(values: Tensor, counted: Tensor, *, shift_mean: bool = True) -> Tensor:
     """``(x − mean) / √(variance + 1e-8)`` with the mean and the unbiased variance of the values that count,
-    as PPO's code does with the advantages of a whole batch.
+    as PPO's code does with the advantages of a whole batch, and TRL's with rewards, whose mean stays.
 
     Fewer than two values that count have no variance, and all values stay as they are.
 
     Args:
         values: ``[N]``
         counted: ``[N]`` bool.
+        shift_mean: False keeps the mean where it was.
     """
     among = values[counted]
     if len(among) < 2:
         return values
-    return (values - among.mean()) * (among.var() + WHITEN_FLOOR).rsqrt()
+    mean = among.mean()
+    result = (values - mean) * (among.var() + WHITEN_FLOOR).rsqrt()
+    return result if shift_mean else result + mean
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:

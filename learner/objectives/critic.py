@@ -10,13 +10,8 @@ from torch import Tensor
 from ...common.errors import ConfigError
 from ...common.objectives import plain
 from ..losses.finite import finite
-from ..losses.penalties import value_loss
-from ..losses.returns import (
-    explained_variance,
-    gae,
-    kl_penalised_tokens,
-    whitened,
-)
+from ..losses.penalties import kl_in_reward, value_loss
+from ..losses.returns import explained_variance, gae, whitened
 from ..rows.rows import Rows
 from .base import Sums, register, where
 from .policy import PolicyGradient
@@ -47,7 +42,7 @@ class Ppo(PolicyGradient):
         Args:
             rows: all rows of the step; with ``reference`` if there is a coefficient.
             values: ``[N]`` V of the state before each token, by the critic at the step's start.
-            coefficient: β of the KL in the reward; each own token pays β log μ/π_ref.
+            coefficient: β of the KL in the reward, which each own token pays.
         """
         settings = self.settings
         masked = ~rows.teaching | rows.expert_row
@@ -58,9 +53,12 @@ class Ppo(PolicyGradient):
             assert rows.reference is not None
             own = ~rows.expert
             behaviour, reference = where(own, rows.behaviour), where(own, rows.reference)
-            rewards = kl_penalised_tokens(rewards, behaviour, reference, coefficient)
+            penalty = kl_in_reward(behaviour, reference, settings.kl_reward_form)
+            rewards = rewards - coefficient * penalty.to(rewards.dtype)
             gap = float((behaviour - reference).double().sum())
             figures["k1_reference"] = gap / max(int(own.sum()), 1)
+        if settings.whiten_rewards:
+            rewards = whitened(rewards, counted, shift_mean=False)
         advantages, returns = gae(
             rewards, values.double(), rows.row, gamma=settings.discount, lam=settings.gae_lambda
         )

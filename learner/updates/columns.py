@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...common.config import Config
-from ...common.objectives.keys import OwnTokens
+from ...common.objectives.keys import Kl, OwnTokens
 from ..engine.deepspeed_engine import DeepSpeedEngine
 from ..losses.finite import widened
-from ..losses.penalties import kl_penalised
+from ..losses.penalties import kl_in_reward
+from ..losses.ratios import row_sums
 from ..objectives import Objective
 from ..objectives.base import where
 from ..rendezvous import sum_over_ranks
@@ -169,7 +170,9 @@ class Columns:
     def penalised(self, rows: Rows, coefficient: float) -> tuple[Rows, dict[str, float]]:
         """Rows whose advantages include the KL in the reward: every rank scores its share under π_ref, and
         all ranks get all rows' sums."""
-        gaps = torch.zeros(rows.count, dtype=torch.float64)
+        settings = self.objective.settings
+        assert isinstance(settings, Kl)
+        gaps, k1 = torch.zeros(rows.count, dtype=torch.float64), 0.0
         shares = self.shares(rows)
         scored = self.with_reference(self.laid_out(rows, shares))
         for part, micro in zip(shares, scored, strict=True):
@@ -177,18 +180,16 @@ class Columns:
                 continue
             these = micro.rows
             assert these.reference is not None
-            gaps[part] = -kl_penalised(
-                torch.zeros(these.count, dtype=torch.float64),
-                where(~these.expert, widened(these.behaviour)),
-                where(~these.expert, widened(these.reference)),
-                these.row,
-                1.0,
-            )
-        gaps = torch.tensor(sum_over_ranks(gaps.tolist()), dtype=torch.float64)
-        paid = rows.rewards - coefficient * gaps
+            behaviour = where(~these.expert, widened(these.behaviour))
+            reference = where(~these.expert, widened(these.reference))
+            penalty = kl_in_reward(behaviour, reference, settings.kl_reward_form)
+            gaps[part] = row_sums(penalty.double(), these.row, these.count)
+            k1 += float((behaviour - reference).double().sum())
+        *found, k1 = sum_over_ranks([*gaps.tolist(), k1])
+        paid = rows.rewards - coefficient * torch.tensor(found, dtype=torch.float64)
         changed = self.compared(rows, paid)
         tokens = int((~rows.expert).sum())
-        return changed, {"k1_reference": float(gaps.sum()) / max(tokens, 1)}
+        return changed, {"k1_reference": k1 / max(tokens, 1)}
 
 
 def _with_column(

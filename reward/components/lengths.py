@@ -1,4 +1,4 @@
-"""Reward components for a response's length: cosine, repetition, overlong, and Kimi's within a group.
+"""Reward components for a response's length and end: cosine, repetition, overlong, and Kimi's within a group.
 
 Lengths are in tokens unless a parameter, or the formula's origin, says otherwise. Each has its
 formula and source.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
-from ...common.records import Verdict
+from ...common.records import FinishReason, Verdict
 from .registry import Component, Graded, GroupComponent, register, register_variant
 
 Unit = Literal["tokens", "characters"]
@@ -119,6 +119,16 @@ def dapo_overlong(max_length: int = 20_480, buffer: int = 4_096, factor: float =
 
     def value(sample: Graded) -> float:
         return min(-(sample.length - (max_length - buffer)) / buffer * factor, 0.0)
+
+    return value
+
+
+@register("missing_eos", origin="TRL's missing_eos_penalty")
+def missing_eos() -> Component:
+    """-1 for a response that was cut before its end, 0 for any other; its weight is the penalty."""
+
+    def value(sample: Graded) -> float:
+        return 0.0 if sample.finish_reason is FinishReason.STOP else -1.0
 
     return value
 

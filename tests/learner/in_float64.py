@@ -190,6 +190,8 @@ class PpoStep:
         gae_lambda: float,
         value_clip: float,
         value_coefficient: float,
+        whiten_rewards: bool = False,
+        kl_reward_form: str = "k1",
         beta: float = 0.0,
         reference: Callable[[MixedGroup, np.ndarray], Tensor] | None = None,
     ) -> None:
@@ -198,6 +200,7 @@ class PpoStep:
         self.old: dict[tuple[int, int], Tensor] = {}
         self.advantages: dict[tuple[int, int], Tensor] = {}
         self.returns: dict[tuple[int, int], Tensor] = {}
+        rewards: dict[tuple[int, int], Tensor] = {}
         for key, mixed, sample in self._samples(range(len(groups))):
             mine = own(sample)
             with torch.no_grad():
@@ -205,7 +208,8 @@ class PpoStep:
                 paid = torch.zeros(len(old), dtype=torch.float64)
                 if reference is not None:
                     known = torch.from_numpy(sample.logprobs).double()[mine]
-                    paid -= beta * (known - reference(mixed, sample.tokens)[mine])
+                    gap = known - reference(mixed, sample.tokens)[mine]
+                    paid -= beta * (gap if kl_reward_form == "k1" else (-gap).exp() - 1 + gap)
             left = float(sample.reward or 0.0)
             for place, token in enumerate(
                 [] if sample.token_rewards is None else sample.token_rewards
@@ -215,14 +219,23 @@ class PpoStep:
                 paid[max(before, 0)] += float(token)
                 left -= float(token)
             paid[-1] += left
+            self.old[key], rewards[key] = old, paid
+        kept = [key for key, _, sample in self._samples(range(len(groups))) if not cut(sample)]
+        if whiten_rewards:
+            every = torch.cat([rewards[key] for key in kept])
+            rewards = {
+                key: (paid - every.mean()) / (every.var() + 1e-8).sqrt() + every.mean()
+                for key, paid in rewards.items()
+            }
+        for key, old in self.old.items():
+            paid = rewards[key]
             found = torch.zeros(len(old), dtype=torch.float64)
             after = running = 0.0
             for at in reversed(range(len(old))):
                 delta = float(paid[at]) + discount * after - float(old[at])
                 running = delta + discount * gae_lambda * running
                 found[at], after = running, float(old[at])
-            self.old[key], self.advantages[key], self.returns[key] = old, found, found + old
-        kept = [key for key, _, sample in self._samples(range(len(groups))) if not cut(sample)]
+            self.advantages[key], self.returns[key] = found, found + old
         every = torch.cat([self.advantages[key] for key in kept])
         mean = every.sum() / len(every)
         variance = ((every - mean) ** 2).sum() / (len(every) - 1)

@@ -229,9 +229,13 @@ def test_tokens_keep_what_they_have_earned_along_the_way(
     assert not same(snapshot(updates), snapshot(other))
 
 
-@pytest.mark.parametrize("budget", [4096, 18])
+@pytest.mark.parametrize(
+    ("budget", "form", "whiten"), [(4096, "k1", False), (18, "k1", True), (4096, "k3", True)]
+)
 def test_each_own_token_pays_the_kl_of_the_reward(
     budget: int,
+    form: str,
+    whiten: bool,
     learner: Learner,
     groups: list[MixedGroup],
     made_up: ModuleType,
@@ -242,7 +246,8 @@ def test_each_own_token_pays_the_kl_of_the_reward(
     monkeypatch.setattr(
         "tandem.learner.updates.reference.load_model", lambda path, **kwargs: reference
     )
-    updates = learner({"kl_reward_coefficient": 0.2}, micro_batch_tokens=budget)
+    rewards = {"whiten_rewards": whiten, "kl_reward_form": form}
+    updates = learner({"kl_reward_coefficient": 0.2, **rewards}, micro_batch_tokens=budget)
     policy, critic = in_float64(plain, made_up)
     fixed = plain.Plain(reference, lr=0.0, eps=1.0, betas=(0.0, 0.0))
     assert updates.train(1, groups, lr=OPTIMIZER["lr"], critic_lr=CRITIC["lr"]).applied
@@ -251,6 +256,7 @@ def test_each_own_token_pays_the_kl_of_the_reward(
         critic,
         groups,
         **{key: OBJECTIVE[key] for key in OBJECTIVE if key not in ("name", "truncation")},
+        **rewards,
         beta=0.2,
         reference=fixed.logprobs,
     )

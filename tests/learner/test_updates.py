@@ -306,21 +306,26 @@ def test_the_reference_is_the_base_model_and_stays_it(
     assert second["train/k3_reference"] > 1e-5
 
 
-def gap_to(model: Any, group: Group, sample: Sample) -> float:
-    """Σ log μ/π_ref over a sample, by the model's whole logits."""
+def gap_to(model: Any, group: Group, sample: Sample) -> tuple[float, float]:
+    """Σ log μ/π_ref over a sample, and the k3 of it, by the model's whole logits."""
     ids = np.concatenate([group.prompt_tokens, sample.tokens]).astype(np.int64)
     with torch.no_grad():
         every = torch.log_softmax(model(input_ids=torch.from_numpy(ids)[None]).logits[0], -1)
     places = torch.arange(len(group.prompt_tokens), len(ids))
     known = every[places - 1, torch.from_numpy(ids)[places]]
-    return float(sample.logprobs.sum() - known.double().sum().item())
+    gaps = sample.logprobs.astype(np.float64) - known.double().numpy()
+    return float(gaps.sum()), float((np.exp(-gaps) - 1 + gaps).sum())
 
 
-@pytest.mark.parametrize("budget", [4096, 18])
+@pytest.mark.parametrize(("budget", "form"), [(4096, "k1"), (18, "k1"), (18, "k3")])
 def test_the_kl_in_the_reward_is_taken_off_before_the_advantages(
-    budget: int, learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+    budget: int,
+    form: str,
+    learner: Learner,
+    made_up: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As if the graders had paid R − β Σ log μ/π_ref."""
+    """As if the graders had paid R − β Σ log μ/π_ref, or the sum of its k3."""
     reference = made_up.tiny_model(seed=5)
     monkeypatch.setattr(
         "tandem.learner.updates.reference.load_model", lambda path, **kwargs: reference
@@ -329,17 +334,20 @@ def test_the_kl_in_the_reward_is_taken_off_before_the_advantages(
     gaps = [[gap_to(reference, m.group, s) for s in m.group.samples] for m in groups]
     rewards = [
         [
-            (sample.reward or 0.0) - 0.03 * gap
+            (sample.reward or 0.0) - 0.03 * gap[form == "k3"]
             for sample, gap in zip(m.group.samples, own, strict=True)
         ]
         for m, own in zip(groups, gaps, strict=True)
     ]
     paid = with_rewards(groups, rewards)
     expected = learner().train(1, paid, lr=1e-3).metrics
-    options = {"objective": {"kl_reward_coefficient": 0.03}, "micro_batch_tokens": budget}
+    objective = {"kl_reward_coefficient": 0.03, "kl_reward_form": form}
+    options = {"objective": objective, "micro_batch_tokens": budget}
     found = learner(learner=options).train(1, groups, lr=1e-3).metrics
     tokens = sum(len(sample.tokens) for mixed in groups for sample in mixed.group.samples)
-    assert found["train/k1_reference"] == pytest.approx(np.sum(gaps) / tokens, rel=1e-5)
+    assert found["train/k1_reference"] == pytest.approx(
+        np.sum(gaps, axis=(0, 1))[0] / tokens, rel=1e-5
+    )
     for key in ("train/loss", "train/grad_norm"):
         assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6)
     assert "train/k3_reference" not in found
@@ -378,7 +386,7 @@ def test_an_experts_tokens_cost_no_kl(
         learner={"objective": {"name": "luffy", "kl_reward_coefficient": 0.03}},
     )
     found = updates.train(1, [mixed], lr=1e-3).metrics
-    gaps = [gap_to(reference, group, sample) for sample in group.samples]
+    gaps = [gap_to(reference, group, sample)[0] for sample in group.samples]
     tokens = sum(len(sample.tokens) for sample in group.samples)
     assert found["train/k1_reference"] == pytest.approx(sum(gaps) / tokens, rel=1e-5)
 

@@ -141,11 +141,6 @@ def test_whitening_counts_every_token_of_a_row() -> None:
     torch.testing.assert_close(found, whiten(centred, lengths))
 
 
-def test_whitening_may_keep_the_mean() -> None:
-    values = torch.tensor([1.0, 3.0], dtype=torch.float64)
-    assert whiten(values, shift_mean=False).tolist() == pytest.approx([1.0, 3.0])
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(
     "baseline", ["group_mean", "group_mean_std", "own_mean", "leave_one_out", "max_rl"]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import get_args
+
 import pytest
 import torch
 
-from tandem.learner.losses.penalties import kl_penalised
-from tandem.learner.losses.returns import gae, kl_penalised_tokens, last_token_rewards
+from tandem.common.objectives.keys import KlRewardForm
+from tandem.learner.losses.penalties import kl_in_reward
+from tandem.learner.losses.returns import gae, last_token_rewards
 
 F64 = torch.float64
 
@@ -64,13 +68,11 @@ def test_the_verdict_stands_at_a_rows_last_token() -> None:
     assert found.tolist() == [0, 1, 3]
 
 
-def test_the_kl_is_taken_off_the_reward_by_its_first_estimator() -> None:
+def test_the_kl_in_the_reward_has_two_estimators() -> None:
     logprobs, reference = vector(-1, -2, -3), vector(-1.5, -1, -3)
-    row = torch.tensor([0, 0, 1])
-    found = kl_penalised(vector(1, 0), logprobs, reference, row, 0.1)
-    torch.testing.assert_close(found, vector(1 - 0.1 * (0.5 - 1), 0))
-    tokens = kl_penalised_tokens(last_token_rewards(vector(1, 0), row), logprobs, reference, 0.1)
-    torch.testing.assert_close(tokens, vector(-0.05, 1.1, 0))
+    torch.testing.assert_close(kl_in_reward(logprobs, reference, "k1"), vector(0.5, -1, 0))
+    expected = vector(math.exp(-0.5) + 0.5 - 1, math.e - 1 - 1, 0)
+    torch.testing.assert_close(kl_in_reward(logprobs, reference, "k3"), expected)
 
 
 def test_no_gradient_goes_through_values_or_penalties() -> None:
@@ -78,9 +80,8 @@ def test_no_gradient_goes_through_values_or_penalties() -> None:
     found, returns = gae(torch.rand(3, dtype=F64), values, torch.zeros(3).long())
     assert not found.requires_grad
     assert not returns.requires_grad
-    assert not kl_penalised(
-        vector(1), values, vector(0, 0, 0), torch.zeros(3).long(), 1.0
-    ).requires_grad
+    for form in get_args(KlRewardForm):
+        assert not kl_in_reward(values, vector(0, 0, 0), form).requires_grad
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])

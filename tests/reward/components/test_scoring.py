@@ -10,7 +10,7 @@ import pytest
 
 from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.errors import ConfigError
-from tandem.common.records import Verdict
+from tandem.common.records import FinishReason, Verdict
 from tandem.reward.components.builtin import Graded, component
 from tandem.reward.components.scoring import Scorer
 
@@ -116,6 +116,12 @@ def test_cosine_length_without_a_clamp_rises_again() -> None:
     assert value(
         "cosine_length", text, max_length=100, unit="characters", clamp=False
     ) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("reason", list(FinishReason))
+def test_a_response_that_was_cut_pays_for_its_missing_end(reason: FinishReason) -> None:
+    paid = 0.0 if reason is FinishReason.STOP else -1.0
+    assert value("missing_eos", "The answer is 3.", {"finish_reason": reason}) == paid
 
 
 def test_repetition_is_the_share_of_repeated_ngrams() -> None:
