@@ -80,6 +80,8 @@ class GroupRequest:
     longest: int | None = None
     """Greatest number of tokens in a response, including its prefix; None = its prefix plus
     ``sampling.max_new_tokens``."""
+    shortest: int = 0
+    """Number of sampled tokens before which no end token is drawn; a stop string may end a sample earlier."""
     noise: str | None = None
     """Keys the noise in place of the group's id, so that equal requests have equal samples. An engine without
     ``keyed_noise`` then seeds its own generators, or ignores it."""

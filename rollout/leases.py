@@ -74,6 +74,7 @@ class HeldGroup:
             prefix_tokens=(self.begins.tokens if self.begins else ()) or no_tokens(),
             prefix_logprobs=(self.begins.logprobs if self.begins else ()) or None,
             longest=rollout.max_new_tokens,
+            shortest=rollout.min_new_tokens,
             task=task_of(self.problem),
         )
 

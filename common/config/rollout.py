@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -105,6 +105,9 @@ class RolloutConfig(Section):
     """Greatest number of groups that one worker holds at a time."""
     max_new_tokens: Positive = 1024
     """Greatest number of tokens of a response."""
+    min_new_tokens: NonNegative = 0
+    """Least number of tokens of a training response, its prefix not counted: before it no end token is drawn, and the
+    log-probs are those of the distribution without them. A stop string ends a response all the same."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature of training rollouts; vLLM takes 0.01 to 2."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -134,3 +137,12 @@ class RolloutConfig(Section):
             return given
         others = {key: value for key, value in given.items() if key != "vllm"}
         return others if may_be_vllm(given.get("engine", "auto")) else {**others, "vllm": None}
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"rollout.min_new_tokens={self.min_new_tokens} is over rollout.max_new_tokens="
+                f"{self.max_new_tokens}: lower the first or raise the second"
+            )
+        return self

@@ -103,12 +103,16 @@ class Batch:
         self._logprobs = np.zeros((0, 0), dtype=np.float32)
         self._length = np.zeros(0, dtype=np.int64)
         self._limit = np.zeros(0, dtype=np.int64)
+        # Lengths under which a row draws no end token.
+        self._least = np.zeros(0, dtype=np.int64)
         self._kind = np.zeros(0, dtype=np.int64)
         # Sampling parameters that rows share, whatever their length limits are.
         self._kinds: list[SamplingParams] = []
         self._next: torch.Tensor | None = None
         # Whether a row has stop strings, and whether somebody follows one.
         self._stops = self._followed = False
+        # Whether a row has a least length.
+        self._bounded = False
 
     def __len__(self) -> int:
         """Number of running rows."""
@@ -143,6 +147,8 @@ class Batch:
             self._kind[place] = self._kind_of(row.group.request.sampling)
         self._logprobs[at] = np.nan
         self._length[at], self._limit[at] = lengths, limit
+        self._least[at] = lengths + [request.shortest for request in requests]
+        self._bounded |= any(request.shortest for request in requests)
         keys = []
         for row in rows:
             request = row.group.request
@@ -210,7 +216,10 @@ class Batch:
             dtype=np.int64,
         )
         if len(holes) and self._cache is not None:
-            for array in (self._tokens, self._logprobs, self._length, self._limit, self._kind):
+            for array in (
+                *(self._tokens, self._logprobs),
+                *(self._length, self._limit, self._least, self._kind),
+            ):
                 array[holes] = array[last]
             self._noise.move(holes, last)
             self._cache.move(self._on_device(holes), self._on_device(last))
@@ -236,6 +245,7 @@ class Batch:
         )
         self._length = np.pad(self._length, (0, more))
         self._limit = np.pad(self._limit, (0, more))
+        self._least = np.pad(self._least, (0, more))
         self._kind = np.pad(self._kind, (0, more))
         if self._cache is not None:
             self._cache.resize(*self._tokens.shape)
@@ -299,6 +309,10 @@ class Batch:
         if self._seen is None:
             self._seen = self._cache.first(count)
         logits = self._decoder.step(self._next, length - 1, self._seen)
+        if self._bounded and len(early := np.flatnonzero(length < self._least[:count])):
+            logits = logits.clone()
+            ends = self._on_device(self._stop)
+            logits[self._on_device(early)[:, None], ends] = float("-inf")
         tokens, logprobs = self._draw(logits, count)
         self._next = tokens
         host = tokens.cpu().numpy()

@@ -378,6 +378,7 @@ class VllmAdapters(VllmWeights):
         *,
         count: int,
         room: int,
+        least: int = 0,
         before: tuple[int, ...] = (),
         seed: int | None = None,
         **how: Any,
@@ -399,6 +400,7 @@ class VllmAdapters(VllmWeights):
                 sampling,
                 count=count,
                 room=room,
+                least=least,
                 salt=adapter.name if adapter is not None else UNNAMED,
                 versions={},
                 adapter=adapter.request() if adapter is not None else None,
@@ -424,6 +426,7 @@ class VllmAdapters(VllmWeights):
                 sampling,
                 count=count,
                 room=min(room, sampling.max_new_tokens) - len(tokens),
+                least=least - len(tokens),
                 before=(*before, *tokens),
                 # With the same one its generators would begin again with the noise of the first tokens.
                 seed=None if seed is None else keyed_seed(seed, len(tokens), index) >> 1,

@@ -345,6 +345,7 @@ class VllmEngine:
                 group.request.sampling,
                 count=len(indices),
                 room=room,
+                least=group.request.shortest,
                 end_tokens=self._stop,
                 urgent=group.request.urgent,
                 stops=group.stops,

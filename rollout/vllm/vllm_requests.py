@@ -80,6 +80,7 @@ async def sample(
     *,
     count: int,
     room: int,
+    least: int = 0,
     end_tokens: Sequence[int],
     salt: str,
     versions: Mapping[str, Version],
@@ -100,6 +101,7 @@ async def sample(
         sampling: the distribution; at temperature 0 vLLM draws only one sample.
         count: number of samples.
         room: number of tokens left in the engine's context and the request's longest response.
+        least: number of tokens before which no end token is drawn.
         end_tokens: token ids that end a response.
         salt: requests with different salts share no cached keys.
         versions: versions by the names that vLLM has for them; weights with other names have none.
@@ -127,6 +129,7 @@ async def sample(
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=min(sampling.max_new_tokens, room),
+        min_tokens=max(0, min(least, sampling.max_new_tokens, room)),
         # Only the sampled token's log-prob.
         logprobs=0,
         flat_logprobs=True,

@@ -246,6 +246,32 @@ def test_a_response_ends_with_the_end_token_or_at_the_limit(
             assert len(sample.tokens) == 12
 
 
+def test_no_response_ends_before_its_least_length(new_engine: NewEngine, tiny: Any) -> None:
+    """And its first log-probs are those of the distribution without the end token."""
+    prefixes = (prompt(0), prompt(5, key=5))
+    asked = [
+        asks("0-0", count=256, new=12, shortest=6),
+        asks("0-1", count=2, new=3, shortest=6),
+        asks("0-2", count=2, new=12, shortest=6, prefix_tokens=prefixes),
+        asks("0-3", count=64, new=12),
+    ]
+    found = generate(new_engine(tiny.model()), *asked)
+    assert min(len(sample.tokens) for sample in found["0-0"].samples) == 7
+    assert all(len(sample.tokens) == 3 for sample in found["0-1"].samples)
+    for sample, prefix in zip(found["0-2"].samples, prefixes, strict=True):
+        assert len(sample.tokens) > len(prefix) + 6
+    assert min(len(sample.tokens) for sample in found["0-3"].samples) < 7
+
+    reference = tiny.model()
+    for sample in found["0-0"].samples[:8]:
+        row = torch.from_numpy(np.concatenate([asked[0].prompt_tokens, sample.tokens])).long()[None]
+        with torch.no_grad():
+            logits = reference(input_ids=row).logits[0, len(asked[0].prompt_tokens) - 1 : -1]
+        logits[:6, tiny.EOS] = -torch.inf
+        expected = logits.log_softmax(-1).gather(1, row[0, -len(sample.tokens) :, None])[:, 0]
+        np.testing.assert_allclose(sample.logprobs, expected.numpy(), atol=1e-4)
+
+
 def test_text_is_the_response_without_special_tokens(new_engine: NewEngine, tiny: Any) -> None:
     tokenizer = tiny.tokenizer()
     group = generate(new_engine(tiny.model()), asks("0-0", count=8))["0-0"]

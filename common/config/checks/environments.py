@@ -42,6 +42,7 @@ def environments(config: Config) -> str | None:
     for named, is_set in (
         (f"data.template={config.data.template}", config.data.template != OWN),
         (f"data.prefill={config.data.prefill!r}", config.data.prefill),
+        (f"rollout.min_new_tokens={config.rollout.min_new_tokens}", config.rollout.min_new_tokens),
         *(
             (f"data.evaluate.{number}.template={one.template}", one.template not in (None, OWN))
             for number, one in enumerate(config.data.evaluate)
