@@ -106,8 +106,9 @@ class RolloutConfig(Section):
     max_new_tokens: Positive = 1024
     """Greatest number of tokens of a response."""
     min_new_tokens: NonNegative = 0
-    """Least number of tokens of a training response, its prefix not counted: before it no end token is drawn, and the
-    log-probs are those of the distribution without them. A stop string ends a response all the same."""
+    """Least number of tokens of a training response, its prefix not counted: before it no end token is drawn. The
+    log-probs are those of the distribution without it, so ratios are under 1 (``ratio/alarm`` may say so) where the
+    model would often have ended. A stop string ends a response all the same."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature of training rollouts; vLLM takes 0.01 to 2."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -142,7 +143,7 @@ class RolloutConfig(Section):
     def _lengths(self) -> Self:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"rollout.min_new_tokens={self.min_new_tokens} is over rollout.max_new_tokens="
-                f"{self.max_new_tokens}: lower the first or raise the second"
+                f"min_new_tokens={self.min_new_tokens} is over max_new_tokens={self.max_new_tokens}: lower "
+                f"the first or raise the second"
             )
         return self

@@ -305,6 +305,12 @@ def test_a_coefficient_that_would_follow_nothing_is_refused(overrides, way_out):
         build(*(f"learner.objective.{one}" for one in overrides))
 
 
+def test_the_least_length_of_a_response_is_within_the_greatest():
+    with pytest.raises(ConfigError, match="min_new_tokens=9 is over max_new_tokens=8: lower"):
+        build("rollout.min_new_tokens=9", "rollout.max_new_tokens=8")
+    build("rollout.min_new_tokens=8", "rollout.max_new_tokens=8")
+
+
 @pytest.mark.parametrize(
     ("overrides", "way_out"),
     [

@@ -32,6 +32,7 @@ def test_what_can_be_played_is_accepted() -> None:
             "data.evaluate.0.template=r1_zero is about prompts that are answered once",
         ),
         ([USE, "data.prefill=<think>"], "rendered by the model's own chat template"),
+        ([USE, "rollout.min_new_tokens=4"], "responses of one turn"),
         ([USE, "environments.default=two"], "isn't one of environments.use: one"),
         (["environments.use={one: {form: text, target: a b}}"], "should be an import path"),
         (["environments.use={one: {form: game, target: 'a:b'}}"], "form"),

@@ -42,7 +42,6 @@ def environments(config: Config) -> str | None:
     for named, is_set in (
         (f"data.template={config.data.template}", config.data.template != OWN),
         (f"data.prefill={config.data.prefill!r}", config.data.prefill),
-        (f"rollout.min_new_tokens={config.rollout.min_new_tokens}", config.rollout.min_new_tokens),
         *(
             (f"data.evaluate.{number}.template={one.template}", one.template not in (None, OWN))
             for number, one in enumerate(config.data.evaluate)
@@ -53,6 +52,11 @@ def environments(config: Config) -> str | None:
                 f"{named} is about prompts that are answered once, and messages of episodes are rendered by the "
                 f"model's own chat template: leave it out, or set environments.use={{}}"
             )
+    if config.rollout.min_new_tokens:
+        return (
+            f"rollout.min_new_tokens={config.rollout.min_new_tokens} is about responses of one turn: leave it out, "
+            f"or set environments.use={{}}"
+        )
     if config.expert.per_group:
         return (
             f"expert.per_group={config.expert.per_group}: an expert's trace continues a row's prompt, and an "
