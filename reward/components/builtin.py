@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...common.records import Verdict
-from . import classifier, code, equation, formats, judge, lengths
+from . import classifier, code, equation, formats, judge, lengths, programs
 from .registry import COMPONENTS, Component, Graded, Kind, component, register
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "formats",
     "judge",
     "lengths",
+    "programs",
 ]
 
 

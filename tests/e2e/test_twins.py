@@ -23,8 +23,8 @@ PRESETS = [name for name in names() if not name.startswith("miniature")]
 STAGED = [name for name in PRESETS if load(name).stages]
 SAMPLED = "qwen2.5-math-1.5b-expert-iteration-sample-2gpu"
 AGAIN = "qwen2.5-math-1.5b-expert-iteration-sft-1gpu"
-COUNTDOWN = "qwen2.5-7b-countdown-lora-1gpu"
-"""Pays for tags and equations alone, and the miniature writes neither: its twin pays for right answers."""
+OTHER_REWARDS = ("qwen2.5-7b-countdown-lora-1gpu", "qwen3-0.6b-appworld-1gpu")
+"""They pay for what the miniature doesn't write, tags and equations, and programs: their twins pay for right answers."""
 
 
 def overrides(name: str) -> list[str]:
@@ -35,8 +35,10 @@ def overrides(name: str) -> list[str]:
         given.append("data.train=[{path: pairs.jsonl}]")
     if config.data.pack_tokens is not None:
         given.append("data.pack_tokens=32")
-    if name == COUNTDOWN:
+    if name in OTHER_REWARDS:
         given.append("reward.components=[{name: accuracy}]")
+    if config.environments.is_on:
+        given.append("environments.use={}")
     if name == SAMPLED:
         given.append("run.dir=sampled")
     if name == AGAIN:
@@ -115,7 +117,7 @@ def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
         assert getattr(used.learner, key) == getattr(preset.learner, key)
     assert used.expert.per_group == preset.expert.per_group
     assert used.replay.max_staleness == preset.replay.max_staleness
-    if name != COUNTDOWN:
+    if name not in OTHER_REWARDS:
         assert used.reward.components == preset.reward.components
     if not used.learner.train:
         assert next(iter(steps_of(folder / "archive")), None) is not None

@@ -371,8 +371,25 @@ GRPO_MATH: Table = {
     "rewards": ["accuracy", "format_tutorial"],
 }
 
+# The same repository's finetune/grpo_appworld.py.
+APPWORLD: Table = {
+    **TRL,
+    "lr": 5e-7,
+    "warmup": 0.1,
+    "epochs": 1,
+    "group": 2,
+    # One sample a device, two accumulations.
+    "batch": 2,
+    "prompt_tokens": 2048,
+    "tokens": 256,
+    "temperature": 0.8,
+    "lora": (16, 32.0, 0.05),
+    "lora_targets": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "rewards": ["environment", "python_syntax", "mentions"],
+}
 
-# The same repository's config.yaml.
+
+# github.com/realwenlongwang/deepseek_r1_zero_reproduce, config.yaml.
 COUNTDOWN: Table = {
     **R1_ZERO,
     "model": "Qwen/Qwen2.5-7B",
@@ -566,6 +583,7 @@ PUBLISHED: dict[str, Table] = {
     "pythia-14m-ppo-only-1gpu": PPO_ONLY,
     "qwen3-0.6b-grpo-gsm8k-1gpu": TRL,
     "qwen3-0.6b-grpo-math-1gpu": GRPO_MATH,
+    "qwen3-0.6b-appworld-1gpu": APPWORLD,
 }
 
 NOT_DURING: Table = {"evaluate_every": 0}

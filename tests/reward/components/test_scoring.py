@@ -11,6 +11,7 @@ import pytest
 from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.errors import ConfigError
 from tandem.common.records import FinishReason, Verdict
+from tandem.reward.components import programs
 from tandem.reward.components.builtin import Graded, component
 from tandem.reward.components.scoring import Scorer
 
@@ -116,6 +117,44 @@ def test_cosine_length_without_a_clamp_rises_again() -> None:
     assert value(
         "cosine_length", text, max_length=100, unit="characters", clamp=False
     ) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("So:\n<code>\nprint(1)\n</code> and <code>x</code>", "print(1)"),
+        ("```python\nx = 1\n```\nor\n```python\ny = 2\n```\n", "y = 2"),
+        ("print(1)\n", "print(1)"),
+        ("<code></code>", ""),
+    ],
+)
+def test_a_program_is_in_tags_or_a_fenced_block_or_is_all_there_is(text: str, code: str) -> None:
+    assert programs.program(text) == code
+
+
+@pytest.mark.parametrize(
+    ("code", "paid"),
+    [
+        ("for x in range(3):\n    print(x)", 1.0),
+        ("for x in range(3) print(x)", 0.0),
+        ("", 0.0),
+        ("x = '\0'", 0.0),
+        ("(" * 5000 + ")" * 5000, 0.0),
+        ("-" * 90_000 + "1", 0.0),
+        ("x = 1\n" * 20_000, 0.0),
+    ],
+)
+def test_a_program_that_can_be_parsed_pays_and_is_never_run(code: str, paid: float) -> None:
+    assert programs.parses([f"<code>{code}</code>"]) == [paid]
+
+
+def test_words_that_occur_pay_once_each_up_to_1() -> None:
+    words = ["apis.", "execute(", "evaluate(", "complete_task"]
+    assert value("mentions", "apis.a apis.b", words=words) == pytest.approx(0.3)
+    assert value("mentions", "apis.complete_task execute( evaluate(", words=words) == 1.0
+    for wrong in ({"words": []}, {"words": "apis."}, {"words": [1]}, {"words": words, "each": 0}):
+        with pytest.raises(ConfigError):
+            component("mentions", wrong)
 
 
 @pytest.mark.parametrize("reason", list(FinishReason))
