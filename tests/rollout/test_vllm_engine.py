@@ -377,6 +377,17 @@ class TestLoading:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
+def test_a_request_that_is_colder_than_vllm_samples_fails_alone(
+    vllm_engines: Any, tiny: Any
+) -> None:
+    cold = asks("0-1", temperature=0.005)
+    found = in_engine(vllm_engines.make(tiny.model()), lambda e: collect(e, asks("0-0"), cold))
+    assert found["0-0"].error is None
+    assert "temperature=0.005 is less than vLLM samples at" in (found["0-1"].error or "")
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
 def test_a_request_that_vllm_does_not_end_fails_its_group(
     vllm_engines: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
