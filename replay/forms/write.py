@@ -15,6 +15,11 @@ from ...common.errors import ConfigError, DataError
 from . import named_form
 from .row import Content
 
+ELEMENT = "[]"
+"""Stands for the elements of a list in the path of a value."""
+LONG = "long"
+"""Kind of whole numbers that have no 64 bits, and are always text."""
+
 
 class RowWriter:
     """Writes rows in one form: as parquet, or as JSON lines if the file's name ends so.
@@ -39,7 +44,7 @@ class RowWriter:
         self._made = self.path.with_name(f".{self.path.name}.made")
         self._file: TextIO | None = None
         self._kinds: dict[tuple[str, ...], set[str]] = {}
-        """The kinds of values of each column, and of each key of the structs in it."""
+        """The kinds of values of each column, and of each key of the structs and of the elements of the lists in it."""
 
     def add(self, content: Content) -> None:
         """Writes a row.
@@ -88,7 +93,8 @@ class RowWriter:
         self._made.replace(self._part)
 
     def _batches(self) -> Iterator[list[dict[str, Any]]]:
-        """Rows with all columns; where values of a column, or of a key in it, are of several kinds, they are JSON."""
+        """Rows with all columns; where values of a column, of a key in it, or elements of its lists are of several
+        kinds, they are JSON."""
         columns = [path[0] for path in self._kinds if len(path) == 1]
         with open(self._part, encoding="utf-8") as lines:
             while chosen := list(islice(lines, 1_000)):
@@ -102,20 +108,30 @@ class RowWriter:
         if isinstance(value, dict):
             for key, inner in value.items():
                 self._note((*path, str(key)), inner)
+        elif isinstance(value, list):
+            for inner in value:
+                self._note((*path, ELEMENT), inner)
 
     def _of_one_kind(self, path: tuple[str, ...], value: Any) -> Any:
         if value is None or isinstance(value, str):
             return value
-        if len(self._kinds[path] - {"null"}) > 1:
+        if value == {}:
+            return None  # Parquet has no struct without a key.
+        kinds = self._kinds[path] - {"null"}
+        if len(kinds) > 1 or LONG in kinds:
             return json.dumps(value, ensure_ascii=False)
         if isinstance(value, dict):
             return {key: self._of_one_kind((*path, key), inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self._of_one_kind((*path, ELEMENT), inner) for inner in value]
         return value
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return "null" if value is None else "boolean"
+    if isinstance(value, bool) or value is None or value == {}:
+        return "boolean" if isinstance(value, bool) else "null"
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return LONG
     if isinstance(value, int | float):
         return "number"
     return type(value).__name__

@@ -106,6 +106,23 @@ def test_inner_values_of_several_kinds_are_written_as_text_too(here: Path) -> No
     ]
 
 
+def test_elements_of_several_kinds_and_what_parquet_has_no_type_for_are_written_too(
+    here: Path,
+) -> None:
+    given: list[Any] = [
+        {"tags": [1, "a", {"x": 1}], "none": {}, "long": 1 << 70, "deep": [[1], ["a"]]},
+        {"tags": [], "none": {}, "long": 3, "deep": [[]]},
+    ]
+    rows = [{**ROWS["prompt_response"](n), **more} for n, more in enumerate(given)]
+    write_lines(here / "a.jsonl", rows)
+    assert main(["ingest", "a.jsonl", "--write", "b.parquet", "--as", "prompt_response"]) == 0
+    extras = [row.content.extra for row in read_rows(here / "b.parquet")]
+    assert [extra["tags"] for extra in extras] == [["1", "a", '{"x": 1}'], []]
+    assert [extra["long"] for extra in extras] == [str(1 << 70), "3"]
+    assert [extra["deep"] for extra in extras] == [[["1"], ["a"]], [[]]]
+    assert all(not extra.get("none") for extra in extras)
+
+
 def test_what_a_form_cannot_hold_is_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [ROWS["preference"](n) for n in range(4)]
     del rows[2]["gold"]
