@@ -168,6 +168,18 @@ class Store:
             return []
         return self.persist(f"{len(commands)} commands", attempt, deadline)
 
+    def answers(self, commands: Sequence[Command], *, deadline: float = DEADLINE) -> list[Any]:
+        """:meth:`batch` of commands none of which may fail.
+
+        Raises:
+            StoreError: the first one's that did; or see :meth:`batch`.
+        """
+        results = self.batch(commands, deadline=deadline)
+        for result in results:
+            if isinstance(result, Exception):
+                raise readable_error(result, self.address)
+        return results
+
     def call(self, method: str, *args: Any, deadline: float = DEADLINE, **kwargs: Any) -> Any:
         """Runs one repeatable command of redis-py, by its method's name, with retries."""
         bound = getattr(self._client(deadline), method)

@@ -28,7 +28,6 @@ from ..common.errors import StoreError
 from ..common.plain import damaged, read_json
 from ..common.records import ExpertTrace, FinishReason, Group, Sample, Verdict
 from ..common.seeds import keyed_seed
-from .connection import readable_error
 from .ledger_records import WAY_OUT
 from .store import RunStore
 
@@ -157,11 +156,8 @@ class Experience:
         # The traces first: what is named can be read.
         self._runs.put_traces(traces)
         if fields:
-            store = self._runs.store
             flat = [word for field in fields.items() for word in field]
-            (answer,) = store.batch([("HSET", self._key, *flat)])
-            if isinstance(answer, Exception):
-                raise readable_error(answer, store.address)
+            self._runs.store.answers([("HSET", self._key, *flat)])
 
     def there(self, names: Iterable[str]) -> set[str]:
         """Those of some traces that Redis holds."""

@@ -397,13 +397,10 @@ class Ledger:
         key = self.store.key
         bitmaps = ["trained", *(f"rejected:{reason}" for reason in REJECTIONS)]
         sets = {"admitted": "returned", "leased": "leased", "graded": "graded", "taken": "taken"}
-        answers = self.store.batch(
+        answers = self.store.answers(
             [("ZCARD", key(name)) for name in sets.values()]
             + [("BITCOUNT", key(name)) for name in bitmaps]
         )
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise readable_error(answer, self.store.address)
         return dict(zip([*sets, *bitmaps], map(int, answers), strict=True))
 
     def state_of(self, group_id: str) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -27,7 +26,7 @@ from ..common import wire
 from ..common.errors import StoreError
 from ..common.plain import Record, damaged
 from ..common.records import Int32Array, Plain, Problem
-from .connection import Command, Store, readable_error
+from .connection import Command, Store
 from .ledger_records import WAY_OUT
 
 ROW = struct.Struct("<I")
@@ -152,7 +151,7 @@ class ProblemIds:
                 commands.append(("GETRANGE", key, begin, begin + ROW.size - 1))
             elif kind == "ids":
                 commands.append(("ZRANGE", self._store.key(f"problem_ids:{name}"), index, index))
-        answers = iter(_answers(self._store, commands))
+        answers = iter(self._store.answers(commands))
         ids = []
         for source, index in places:
             name, kind = self._sources[source][0], self._kinds[source]
@@ -178,7 +177,7 @@ class ProblemIds:
             rows = self._store.key(f"problem_rows:{name}")
             ids = self._store.key(f"problem_ids:{name}")
             commands += [("STRLEN", rows), ("GETRANGE", rows, -ROW.size, -1), ("ZCARD", ids)]
-        answers = _answers(self._store, commands)
+        answers = self._store.answers(commands)
         for place, source in enumerate(new):
             name, size, _ = self._sources[source]
             length, last, ids = answers[3 * place : 3 * place + 3]
@@ -194,11 +193,3 @@ class ProblemIds:
                 # Rows ascend, so none is left out if the last one has the highest place.
                 whole = last == ROW.pack(size - 1)
                 self._kinds[source] = "every row" if whole else "some rows"
-
-
-def _answers(store: Store, commands: Sequence[Command]) -> list[Any]:
-    answers = store.batch(commands) if commands else []
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise readable_error(answer, store.address)
-    return answers

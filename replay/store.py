@@ -17,7 +17,7 @@ from ..common.records import ExpertTrace, Problem
 from ..common.sockets import CurveKeys, new_keys
 from . import problems as stored
 from .answers import text as read_text
-from .connection import DEADLINE, readable_error
+from .connection import DEADLINE
 from .evaluating.evaluations import EvaluationStore
 from .ledger_records import WAY_OUT
 
@@ -199,10 +199,9 @@ class RunStore(EvaluationStore):
         count = total = 0
 
         def send() -> None:
-            batch = [("HSET", self.store.key(kind), *flat) for kind, flat in fields.items()]
-            for answer in self.store.batch(batch):
-                if isinstance(answer, Exception):
-                    raise readable_error(answer, self.store.address)
+            self.store.answers(
+                [("HSET", self.store.key(kind), *flat) for kind, flat in fields.items()]
+            )
 
         for kind, name, data in entries:
             fields.setdefault(kind, []).extend((name, data))

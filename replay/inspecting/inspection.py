@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ..connection import Command, Store, readable_error
+from ..connection import Command, Store
 from ..ledger import Ledger
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def oldest_lease(ledger: Ledger) -> OldestLease | None:
             ("HMGET", store.key(f"group:{serial}"), "leased_ms", "worker", "attempt")
             for serial in some
         ]
-        for serial, answer in zip(some, _checked(store, commands), strict=True):
+        for serial, answer in zip(some, store.answers(commands), strict=True):
             # It may have been committed in the meantime.
             if answer[0] and (oldest is None or int(answer[0]) < oldest[0]):
                 oldest = int(answer[0]), serial, answer
@@ -118,7 +118,7 @@ def waiting_ages(ledger: Ledger) -> WaitingAges:
     ]
     commands += [("ZCOUNT", ages, "-inf", journalled - AGES + 1)]
     commands += [("ZCARD", store.key("graded")), ("ZCARD", ages)]
-    *counts, graded, aged = _checked(store, commands)
+    *counts, graded, aged = store.answers(commands)
     return WaitingAges(counts=tuple(counts), without_own_tokens=max(0, graded - aged))
 
 
@@ -173,7 +173,7 @@ class _Payloads:
         self._order = ledger.order
         sets = ("graded", "taken", "leased", "returned")
         commands: list[Command] = [("ZRANGE", store.key(name), 0, -1) for name in sets]
-        graded, taken, leased, returned = (set(map(int, s)) for s in _checked(store, commands))
+        graded, taken, leased, returned = (set(map(int, s)) for s in store.answers(commands))
         self._kinds = (
             ("payloads_waiting", graded),
             ("payloads_taken", taken),
@@ -214,16 +214,8 @@ def _usage(store: Store, names: Sequence[str]) -> list[int]:
         commands: list[Command] = [
             ("MEMORY", "USAGE", store.key(name), "SAMPLES", SAMPLES) for name in some
         ]
-        found += [int(size or 0) for size in _checked(store, commands)]
+        found += [int(size or 0) for size in store.answers(commands)]
     return found
-
-
-def _checked(store: Store, commands: Sequence[Command]) -> list[Any]:
-    answers = store.batch(commands)
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise readable_error(answer, store.address)
-    return answers
 
 
 def _parts(items: Sequence[T]) -> Iterable[Sequence[T]]:
