@@ -28,27 +28,27 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(300)
 def test_an_archive_trains_the_same_model_again(tmp_path: Path) -> None:
-    words = ("start", "miniature", "log.archive=true", "run.dir=first", "run.steps=8")
+    words = ("start", "miniature", "log.archive=true", "run.dir=first", "run.steps=4")
     first = Run(tmp_path, *words, *SAME, *QUIET)
     assert first.wait() == 0, first.said()
     joined = Run(tmp_path, "archive", "first", "--out", "joined")
     assert joined.wait() == 0, joined.said()
-    assert "64 groups of 8 steps" in joined.said()
+    assert "32 groups of 4 steps" in joined.said()
     # Twice as many steps go through it twice.
-    words = ("data.archive=joined", "run.dir=again", "run.steps=16", *SAME)
-    words += ("learner.checkpoint_every=8", "learner.checkpoints_kept=1000")
+    words = ("data.archive=joined", "run.dir=again", "run.steps=8", *SAME)
+    words += ("learner.checkpoint_every=4", "learner.checkpoints_kept=1000")
     again = Run(tmp_path, *AGAIN, *words)
     assert again.wait() == 0, again.said()
     found = figures(tmp_path / "again")
-    assert found[:8] == figures(tmp_path / "first")
-    code, _, error = tandem(tmp_path, "export", "again", "--step", "8", "--out", "exported")
+    assert found[:4] == figures(tmp_path / "first")
+    code, _, error = tandem(tmp_path, "export", "again", "--step", "4", "--out", "exported")
     assert code == 0, error
     ours, theirs = tmp_path / "exported", tmp_path / "first" / "model"
     name = "model.safetensors"
     assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     # Tokens keep their lag.
     for name in ("rollout/length_mean", "replay/staleness_mean", "reward/mean"):
-        assert [record[name] for record in found[:8]] == [record[name] for record in found[8:]]
+        assert [record[name] for record in found[:4]] == [record[name] for record in found[4:]]
 
     # What another model or smaller limits can't take is refused.
     short = Run(
