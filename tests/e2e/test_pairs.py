@@ -51,14 +51,3 @@ def test_pairs_without_gold_answers_are_learned(
     assert steps[0]["train/preference_pairs"] == (8 if objective == "kto" else 4)
     assert steps[-1]["train/preference_accuracy"] == 1.0
     assert steps[-1]["train/preference_margin"] > steps[0]["train/preference_margin"] + 0.02
-
-
-def test_an_objective_of_pairs_needs_some(tmp_path: Path, finished_run: Path) -> None:
-    data = finished_run / "data" / "expert.parquet"
-    run = Run(
-        tmp_path,
-        *("offline", "miniature-sft", "learner.objective.name=dpo"),
-        f"data.train=[{{path: {data}}}]",
-    )
-    assert run.wait() == 2
-    assert "compares two responses to one question, and no source has pairs" in run.said()
