@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from processes import Run, tandem
 
+from tandem.common.errors import ConfigError, DataError
+from tandem.launch.cli import dispatch
+
 QUIET = ("evaluate.every=0", "evaluate.at_start=false", "evaluate.at_end=false")
 AGAIN = ("offline", "miniature", "learner.source=offline", *QUIET)
 # A reference's log-probs, too, are the same bits; and the rate of a step is that of a longer run.
@@ -27,7 +30,9 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(300)
-def test_an_archive_trains_the_same_model_again(tmp_path: Path) -> None:
+def test_an_archive_trains_the_same_model_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("start", "miniature", "log.archive=true", "run.dir=first", "run.steps=4")
     first = Run(tmp_path, *words, *SAME, *QUIET)
     assert first.wait() == 0, first.said()
@@ -51,18 +56,19 @@ def test_an_archive_trains_the_same_model_again(tmp_path: Path) -> None:
         assert [record[name] for record in found[:4]] == [record[name] for record in found[4:]]
 
     # What another model or smaller limits can't take is refused.
-    short = Run(
-        tmp_path, *AGAIN, "data.archive=joined", "run.dir=short", "rollout.max_new_tokens=20"
-    )
-    assert short.wait() != 0
-    assert ": raise rollout.max_new_tokens=20 to at least " in short.said()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r": raise rollout\.max_new_tokens=20 to at least "):
+        dispatch([*AGAIN, "data.archive=joined", "run.dir=short", "rollout.max_new_tokens=20"])
 
 
-def test_an_archive_is_trained_on_offline_only(tmp_path: Path) -> None:
-    run = Run(tmp_path, "start", "miniature", "data.archive=x", "--dry-run")
-    assert run.wait() == 2
-    assert "set learner.source=offline" in run.said()
-    run = Run(tmp_path, *AGAIN, "data.archive=x")
-    assert run.wait() == 2
-    assert "tandem: x has no archive: `tandem archive RUN --out DIR` writes one" in run.said()
-    assert not (tmp_path / "runs").exists()
+def test_an_archive_is_trained_on_offline_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"set learner\.source=offline"):
+        dispatch(["start", "miniature", "data.archive=x", "--dry-run"])
+    with pytest.raises(
+        DataError, match=r"^x has no archive: `tandem archive RUN --out DIR` writes"
+    ):
+        dispatch([*AGAIN, "data.archive=x"])
+    assert list(tmp_path.iterdir()) == []
