@@ -499,6 +499,10 @@ compiled() {
 from tandem.launch.commands.roles import load_alone
 load_alone(sys.argv[1])' "$role" &
   done
+  # What draws a run's report, on hosts that have it.
+  env -u PYTHONDONTWRITEBYTECODE "$python" -c 'import contextlib
+with contextlib.suppress(ImportError):
+    import matplotlib.backends.backend_agg, matplotlib.figure, tandem.launch.board.report' &
   wait
 }
 attempt "compiling what a run loads" compiled

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """A folder without any of these files has no tokenizer."""
+TOKENIZER_SETTINGS = (
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "merges.txt",
+)
+"""Files that may stand beside them."""
 LOG_BYTES = 64 << 20
 """Size of a run's metrics, samples and logs, roughly."""
 
@@ -122,7 +129,8 @@ def check_teacher(config: Config) -> None:
     if path.is_dir():
         _require_weights(path, f"{key}={teacher}")
         _require_context(config, read_model_config(teacher), "the teacher's")
-    if resolve(config.model.path) == str(path):
+    own_path = Path(resolve(config.model.path))
+    if own_path == path or _same_tokenizer(own_path, path):
         return
     own = load_tokenizer(config.model.path).get_vocab()
     theirs = load_tokenizer(teacher, key).get_vocab()
@@ -134,6 +142,16 @@ def check_teacher(config: Config) -> None:
             f"{len({one for _, one in differ}):,} token ids differ, such as {number} ({token!r} in one of them alone): "
             f"name a teacher with the policy's tokenizer"
         )
+
+
+def _same_tokenizer(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same files of a tokenizer, which then needn't be loaded: that takes seconds."""
+    names = (*TOKENIZER_FILES, *TOKENIZER_SETTINGS)
+    found = [
+        {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        for folder in (one, other)
+    ]
+    return bool(found[0].keys() & set(TOKENIZER_FILES)) and found[0] == found[1]
 
 
 def _require_weights(folder: Path, setting: str) -> None:

@@ -146,11 +146,13 @@ def cut(
     kept: list[int] = []
     gone: list[int] = []
     for serial in sorted(graded.keys() - set(stale), key=place):
-        before = sum(place(other) < place(serial) for other in out)
-        may_go = left_out + len(gone) < limits.dynamic_sampling
         if len(kept) == size:
             break
-        goes = may_go and serial in no_signal and window_allows(before, size, limits.window)
+        goes = serial in no_signal and left_out + len(gone) < limits.dynamic_sampling
+        if goes:
+            # Counted for these alone, since a plan makes thousands of cuts.
+            before = sum(place(other) < place(serial) for other in out)
+            goes = window_allows(before, size, limits.window)
         (gone if goes else kept).append(serial)
     swept = Cut(stale=stale, no_signal=tuple(gone))
     row = tuple(sorted(kept))

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tandem.launch.cli import main
+
 URL = "redis://me:marker@redis.example:6380/2"
 FORMS = [f"replay.redis_url={URL}", f"replay={{redis_url: '{URL}', window: 2}}"]
 
 
-def cluster(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command as a process, since the files' first lines have its words."""
-    command = [sys.executable, "-P", "-m", "tandem.launch.cli", "cluster", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a command has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """The command as a shell would call it: the files' first lines have its words."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["tandem", "cluster", *words])
+        code = main()
+        return Done(code, *capsys.readouterr())
+
+    return call
 
 
 def holding(folder: Path) -> set[str]:
@@ -31,9 +52,9 @@ def holding(folder: Path) -> set[str]:
     ("engine", "private"), [("kubernetes", "secret.yaml"), ("skypilot", "join.json")]
 )
 def test_it_is_in_the_private_file_alone(
-    tmp_path: Path, engine: str, private: str, word: str
+    tmp_path: Path, cluster: Callable[..., Done], engine: str, private: str, word: str
 ) -> None:
-    done = cluster(tmp_path, engine, "miniature", word, "--out", "made")
+    done = cluster(engine, "miniature", word, "--out", "made")
     assert done.returncode == 0, done.stderr
     assert "marker" not in done.stdout + done.stderr
     assert holding(tmp_path) == {private}
@@ -41,15 +62,15 @@ def test_it_is_in_the_private_file_alone(
     if engine == "kubernetes":
         text = yaml.safe_load(text)["stringData"]["join.json"]
     assert json.loads(text)["password"] == "marker"
-    printed = cluster(tmp_path, engine, "miniature", word)
+    printed = cluster(engine, "miniature", word)
     assert printed.returncode == 0, printed.stderr
     assert "redis.example:6380/2" in printed.stdout
     assert "marker" not in printed.stdout
 
 
 @pytest.mark.parametrize("word", FORMS)
-def test_slurm_has_no_place_for_it(tmp_path: Path, word: str) -> None:
-    done = cluster(tmp_path, "slurm", "miniature", word, "--out", "made")
+def test_slurm_has_no_place_for_it(tmp_path: Path, cluster: Callable[..., Done], word: str) -> None:
+    done = cluster("slurm", "miniature", word, "--out", "made")
     assert done.returncode == 2
     assert "TANDEM_REDIS_PASSWORD" in done.stderr
     assert "marker" not in done.stdout + done.stderr

@@ -74,18 +74,40 @@ def test_a_join_files_run_id_moves_no_cursor(
     assert is_clean(said), said
 
 
-def test_a_sources_name_moves_no_cursor(tmp_path: Path, tandem_command: str) -> None:
+COMMANDS = """
+import json, sys
+from tandem.launch.cli import main
+from tandem.launch.run import job
+job.EARLY = ()  # No role's process loads its libraries while the data are looked for.
+for words in json.load(sys.stdin):
+    print("\\n---", flush=True)
+    main(words)
+"""
+
+
+def test_a_sources_name_moves_no_cursor(tmp_path: Path) -> None:
     preset = {"run": {"steps": 1}, "data": {"train": [{"path": "x.parquet", "name": HOSTILE}]}}
     (tmp_path / "evil.yaml").write_text(yaml.safe_dump(preset))
-    for words in (
-        ("start", "evil.yaml", "--dry-run"),
-        ("start", "evil.yaml"),
-        ("config", "evil.yaml"),
-    ):
-        said = _said(tmp_path, tandem_command, *words)
-        assert said
-        assert is_clean(said), said
-    assert yaml.safe_load(said)["data"]["train"][0]["name"] == HOSTILE
+    commands = [
+        ["start", "evil.yaml", "--dry-run"],
+        ["start", "evil.yaml"],
+        ["config", "evil.yaml"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", COMMANDS],
+        input=json.dumps(commands).encode(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=tmp_path,
+        timeout=100,
+        check=False,
+    )
+    _, *said = done.stdout.decode("utf-8").split("\n---\n")
+    assert len(said) == 3, said
+    for one in said:
+        assert one
+        assert is_clean(one), one
+    assert yaml.safe_load(said[-1])["data"]["train"][0]["name"] == HOSTILE
 
 
 def test_a_log_line_and_a_traceback_move_no_cursor(tmp_path: Path) -> None:

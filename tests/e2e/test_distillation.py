@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from processes import Run
 
+from tandem.common.errors import ConfigError
 from tandem.common.models import resolve
+from tandem.launch.cli import dispatch
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.timeout(200)
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with the miniature's tokenizer, that is wider and has a padded output."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     base, folder = Path(resolve("miniature")), tmp_path_factory.mktemp("teacher")
@@ -66,11 +68,12 @@ def test_a_teacher_is_followed_on_own_samples_that_are_not_paid(
     assert divergences[-1] < 0.99 * divergences[0]
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    run = Run(
-        tmp_path,
-        *("start", "miniature", "learner.objective.name=distill", "run.dir=run"),
-        "learner.teacher=miniature-tools",
-    )
-    assert run.wait() == 2
-    assert "learner.teacher=miniature-tools has another tokenizer than model.path" in run.said()
+def test_a_teacher_with_another_tokenizer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("start", "miniature", "learner.objective.name=distill", "run.dir=run")
+    said = r"learner\.teacher=miniature-tools has another tokenizer than model\.path"
+    with pytest.raises(ConfigError, match=said):
+        dispatch([*words, "learner.teacher=miniature-tools"])
+    assert list(tmp_path.iterdir()) == []

@@ -244,23 +244,17 @@ def test_a_schedule_of_ones_own_survives_a_kill_in_every_bit(here: Path) -> None
     assert same(here / "left", folder)
 
 
-def test_what_can_not_work_is_refused_before_anything_is_started(here: Path) -> None:
-    code, out, err = tandem(here, "start", "miniature-easy", "run.callbacks=[nowhere:at_all]")
-    assert code == 2
-    assert "run.callbacks=nowhere:at_all can't be imported" in err, out + err
-    assert not (here / "runs").exists()
-
-
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
+        ("run.callbacks=[nowhere:at_all]", "run.callbacks=nowhere:at_all can't be imported"),
         ("run.callbacks=hooks:none", "has no attribute 'none'"),
         ("run.callbacks=hooks", "isn't an import path"),
         ("learner.optimizer.schedule=hooks:none", "has no attribute 'none'"),
         ("learner.optimizer.schedule=hooks:sour", "at step 3 of 60, raised ZeroDivisionError"),
     ],
 )
-def test_so_is_whatever_else_can_not_work(
+def test_what_can_not_work_is_refused_before_anything_is_started(
     here: Path, setting: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(here)

@@ -24,23 +24,23 @@ def write_pairs(source: Path, to: Path) -> None:
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "objective",
+    ("objective", "count"),
     [
-        "dpo",
-        pytest.param("kto", marks=pytest.mark.byhand),
-        pytest.param("orpo", marks=pytest.mark.byhand),
-        pytest.param("cpo", marks=pytest.mark.byhand),
+        ("dpo", 15),
+        pytest.param("kto", 40, marks=pytest.mark.byhand),
+        pytest.param("orpo", 40, marks=pytest.mark.byhand),
+        pytest.param("cpo", 40, marks=pytest.mark.byhand),
     ],
 )
 def test_pairs_without_gold_answers_are_learned(
-    tmp_path: Path, finished_run: Path, objective: str
+    tmp_path: Path, finished_run: Path, objective: str, count: int
 ) -> None:
     write_pairs(finished_run / "data" / "expert.parquet", tmp_path / "pairs.jsonl")
     # A labelled row would be alone in its group.
     own = ["learner.objective.advantage=none"] if objective == "kto" else []
     run = Run(
         tmp_path,
-        *("offline", "miniature-sft", f"learner.objective.name={objective}", "run.steps=40"),
+        *("offline", "miniature-sft", f"learner.objective.name={objective}", f"run.steps={count}"),
         *("data.train=[{path: pairs.jsonl}]", "run.dir=run", *own),
         *("evaluate.at_start=false", "evaluate.at_end=false"),
     )
@@ -51,14 +51,3 @@ def test_pairs_without_gold_answers_are_learned(
     assert steps[0]["train/preference_pairs"] == (8 if objective == "kto" else 4)
     assert steps[-1]["train/preference_accuracy"] == 1.0
     assert steps[-1]["train/preference_margin"] > steps[0]["train/preference_margin"] + 0.02
-
-
-def test_an_objective_of_pairs_needs_some(tmp_path: Path, finished_run: Path) -> None:
-    data = finished_run / "data" / "expert.parquet"
-    run = Run(
-        tmp_path,
-        *("offline", "miniature-sft", "learner.objective.name=dpo"),
-        f"data.train=[{{path: {data}}}]",
-    )
-    assert run.wait() == 2
-    assert "compares two responses to one question, and no source has pairs" in run.said()

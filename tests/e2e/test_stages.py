@@ -11,6 +11,9 @@ import pytest
 from processes import Run, gone, step, steps, summary, tandem
 from safetensors.numpy import load_file
 
+from tandem.common.errors import ConfigError
+from tandem.launch.cli import dispatch
+
 pytestmark = pytest.mark.timeout(500)
 
 BASE = Path(__file__).parents[2] / "launch" / "miniature" / "base"
@@ -137,9 +140,8 @@ def test_a_run_may_only_sample(tmp_path: Path) -> None:
     assert steps(folder) == [1, 2, 3, 4, 5]
     assert len(list((folder / "archive").iterdir())) == 5
     assert summary(folder)["samples_trained"] == 0
-    refused = Run(tmp_path, "start", "miniature-easy", "learner.train=false")
-    assert refused.wait() == 2
-    assert "nothing keeps the samples: set log.archive=true" in refused.said()
+    with pytest.raises(ConfigError, match=r"nothing keeps the samples: set log\.archive=true"):
+        dispatch(["start", "miniature-easy", "learner.train=false"])
 
 
 @pytest.mark.byhand

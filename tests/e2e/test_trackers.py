@@ -19,7 +19,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Pat
     folder.mkdir(parents=True)
     # Where TensorBoard wants a folder is a file.
     (folder / "tensorboard").touch()
-    words = ("run.steps=4", "data.evaluate.0.limit=20")
+    words = ("run.steps=4", "data.evaluate.0.limit=20", "evaluate.at_start=false")
     run = Run(here, "offline", *words, "log.wandb=offline", "log.tensorboard=true")
     try:
         assert run.wait() == 0, run.said()
@@ -31,7 +31,6 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Pat
 def test_offline_needs_no_rollout_worker(tracked: tuple[Run, Path]) -> None:
     _, folder = tracked
     made = summary(folder)
-    assert made["accuracy_before"] < 0.1
     assert made["accuracy_after"] is not None
     assert not list((folder / "logs").glob("rollout-*.log"))
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -189,27 +190,51 @@ REFUSED = [
 ]  # fmt: skip
 
 
+EACH = """
+import contextlib, io, json, os, sys
+from tandem.launch.cli import main
+
+for words, folder in json.load(sys.stdin):
+    os.makedirs(folder)
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(words)
+    loaded = sorted({"torch", "transformers", "pyarrow"} & set(sys.modules))
+    print(json.dumps([code, loaded, out.getvalue(), err.getvalue(), os.listdir(folder)]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], list[Any]]:
+    """What the commands of ``REFUSED`` say, one after the other in one process that has loaded nothing else."""
+    here = tmp_path_factory.mktemp("refused")
+    cases = [(words, dry) for words, _ in REFUSED for dry in (False, True)]
+    asked = [
+        ([*words, "--dry-run"] if dry else words, str(here / str(number)))
+        for number, (words, dry) in enumerate(cases)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", EACH],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(" ".join(words), dry): found for (words, dry), found in zip(cases, said, strict=True)}
+
+
 @pytest.mark.parametrize("dry", [False, True], ids=["start", "dry run"])
 @pytest.mark.parametrize(("words", "way_out"), REFUSED, ids=lambda v: " ".join(v)[-50:])
 def test_what_can_not_work_is_refused_before_anything_is_loaded_or_written(
-    words: list[str], way_out: str, dry: bool, tmp_path: Path
+    words: list[str], way_out: str, dry: bool, refusals: dict[tuple[str, bool], list[Any]]
 ) -> None:
-    words = [*words, "--dry-run"] if dry else words
-    code = (
-        f"import sys; from tandem.launch.cli import main; code = main({words!r}); "
-        f"print(code, sorted({{'torch', 'transformers', 'pyarrow'}} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-    )
-    assert done.stdout == "2 []\n", done.stdout + done.stderr
-    assert way_out in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
+    code, loaded, out, err, written = refusals[" ".join(words), dry]
+    assert (code, loaded, out) == (2, [], ""), err
+    assert way_out in err
+    assert len(err.splitlines()) == 1
+    assert written == []
 
 
 def test_a_preset_that_inherits_from_itself_is_refused(tmp_path: Path) -> None:

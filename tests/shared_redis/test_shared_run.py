@@ -6,19 +6,22 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from audit import examine, gather, journal_of
-from processes import Run, tandem
+from processes import Run
 from scripted_engine import STEP_SECONDS
 from shared_servers import Certificates, allow, in_scripts
 from storm import HERE
 
 from tandem.common.run_folder import read_join
+from tandem.launch.cli import main
 from tandem.replay.access import COMMANDS
 
 pytestmark = pytest.mark.timeout(300)
@@ -70,6 +73,13 @@ def command_lines(run: Run) -> str:
         except psutil.Error:
             continue
     return "\n".join(lines)
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    """A short command in this process: exit code, standard output, standard error."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        code = main(words)
+    return code, out.getvalue(), err.getvalue()
 
 
 def rows(folder: Path) -> int:
@@ -125,18 +135,20 @@ def shared(
         patch.delenv(PASSWORD)
         second = folders[1]
         for run, folder in zip(runs, folders, strict=True):
-            run.wait_for(lambda folder=folder: rows(folder) >= 1, "row 1")
+            # The first has been trained on then.
+            run.wait_for(lambda folder=folder: rows(folder) >= 2, "row 2")
         seen: dict[str, Any] = {"lines": "".join(map(command_lines, runs))}
         join_file = place / "join.json"
-        tandem(place, "join-file", str(join_file), "--run", str(second))
-        seen["status"] = tandem(place, "status", "--join", str(join_file), "--json")
-        seen["retry"] = tandem(place, "retry", "--join", str(join_file), "--all")
-        seen["again"] = tandem(place, *words(second))
+        patch.chdir(place)
+        command("join-file", str(join_file), "--run", str(second))
+        seen["status"] = command("status", "--join", str(join_file), "--json")
+        seen["retry"] = command("retry", "--join", str(join_file), "--all")
+        seen["again"] = command(*words(second))
         copy = place / "copy"
         shutil.copytree(second, copy)
         of_copy = [word.replace(f"dir={second}", f"dir={copy}") for word in words(second)]
-        seen["copy"] = tandem(place, *of_copy)
-        seen["stop"] = tandem(place, "stop", str(second))
+        seen["copy"] = command(*of_copy)
+        seen["stop"] = command("stop", str(second))
         assert runs[1].wait() == 128 + 15, runs[1].said()
         assert runs[0].wait() == 0, runs[0].said()
         owner.publish("news", "still here")

@@ -17,19 +17,20 @@ from tokenizers.processors import TemplateProcessing
 
 from tandem.common import prompts
 from tandem.common.config import Config
-from tandem.common.errors import DataError
+from tandem.common.errors import DataError, TandemError
 from tandem.common.models import resolve
 from tandem.common.records import Verdict
 from tandem.common.run_folder import JoinInfo, RunFolder
 from tandem.launch.cli import main
-from tandem.launch.host import redis_server
+from tandem.launch.host import existing_redis, redis_server
 from tandem.launch.ingest import prepare as ingest
 from tandem.launch.ingest import process as ingest_process
 from tandem.launch.ingest.columns import broken
 from tandem.launch.ingest.load import load as load_data
 from tandem.launch.ingest.load import reload, role_config
-from tandem.launch.ingest.process import IngestProcess
+from tandem.launch.ingest.process import IngestFailed, IngestProcess
 from tandem.launch.miniature.parquet import SCHEMA, write
+from tandem.launch.run import job
 from tandem.launch.run.opened.presets import load
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
@@ -215,6 +216,7 @@ def test_a_template_and_its_stop_string_reach_the_roles(made: Path, here: Path) 
     )
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_template_that_is_not_there_is_told_before_anything_starts(
     made: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +286,7 @@ def test_a_correct_trace_that_is_paid_nothing_does_not_enter_and_is_counted(made
     assert "left out: 1 traces graded correct and paid nothing" in str(counts)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_without_a_trace_left_it_says_what_became_of_them(made: Path, here: Path, capsys) -> None:
     change(made / "expert.parquet", out_of_form(0, 1, 2))
     said = refused(capsys, here, *PLAIN)
@@ -437,6 +440,35 @@ def refused(capsys: pytest.CaptureFixture[str], here: Path, *words: str) -> str:
     return err
 
 
+class InThisProcess:
+    """The ingest without a process of its own, which takes seconds to load its libraries."""
+
+    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
+        self._config, self._folder = config, folder
+
+    def prepare(self) -> ingest.Prepared:
+        try:
+            return ingest.prepare(self._config, self._folder)
+        except TandemError as error:
+            raise IngestFailed(str(error), error.exit_code) from None
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def no_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No role's process loads its libraries while the data are read."""
+    monkeypatch.setattr(job, "EARLY", ())
+
+
+@pytest.fixture
+def in_this_process(no_roles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start begins no other process while the data are read; the two tests that don't ask for this show them."""
+    monkeypatch.setattr(job, "IngestProcess", InThisProcess)
+
+
+@pytest.mark.usefixtures("no_roles")
 def test_a_missing_column(made: Path, here: Path, capsys) -> None:
     table = pq.read_table(made / "fresh.parquet").drop_columns(["reward_model"])
     pq.write_table(table, made / "fresh.parquet")
@@ -445,6 +477,7 @@ def test_a_missing_column(made: Path, here: Path, capsys) -> None:
     assert "reward_model" in said
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_an_empty_data_set(made: Path, here: Path, capsys) -> None:
     change(made / "fresh.parquet", lambda rows: rows.clear())
     assert "holds no rows" in refused(capsys, here, *PLAIN)
@@ -456,6 +489,7 @@ def test_a_file_that_is_not_there(made: Path, here: Path, capsys) -> None:
     )
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_file_that_is_no_parquet(made: Path, here: Path, capsys) -> None:
     (made / "fresh.parquet").write_text("prompt,answer\n")
     assert "neither parquet nor JSON" in refused(capsys, here, *PLAIN)
@@ -470,11 +504,13 @@ def test_a_gold_that_cannot_be_parsed(made: Path, here: Path, capsys) -> None:
     assert "data.bad_rows=leave_out" in said
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_long_prompt_where_it_is_to_be_refused(made: Path, here: Path, capsys) -> None:
     said = refused(capsys, here, *PLAIN, "data.overlong=refuse", "data.max_prompt_tokens=20")
     assert "row 0: the prompt has 21 tokens" in said
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_no_expert_trace_where_the_preset_wants_some(made: Path, here: Path, capsys) -> None:
     said = refused(capsys, here, *PLAIN, "data.train=[{path: d/fresh.parquet}]")
     assert "expert.per_group=0" in said
@@ -492,6 +528,7 @@ def test_a_model_folder_without_a_tokenizer(model: Path, here: Path, capsys) -> 
     assert "model.path=model has no tokenizer" in refused(capsys, here, "model.path=model")
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_model_folder_with_a_damaged_tokenizer(model: Path, here: Path, capsys) -> None:
     (model / "tokenizer.json").write_text("{}")
     assert "its tokenizer can't be read" in refused(capsys, here, "model.path=model")
@@ -525,7 +562,8 @@ def test_a_redis_that_refuses_the_password(here: Path, capsys, join: JoinInfo) -
     assert "wrong" not in said.replace("wrong one", "")
 
 
-def test_a_redis_that_is_not_there(here: Path, capsys) -> None:
+def test_a_redis_that_is_not_there(here: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(existing_redis, "ANSWER_SECONDS", 0.2)
     port = redis_server.choose_port("127.0.0.1", None)
     said = refused(capsys, here, f"replay.redis_url=redis://127.0.0.1:{port}/0")
     assert "nothing answers there" in said
@@ -673,7 +711,8 @@ def test_without_a_gold_answer_a_response_is_taken_as_right_offline_only(made: P
 
 def test_an_objective_of_pairs_needs_some(made: Path) -> None:
     own_rows(made, {"prompt": "1+2=?<think>", "response": "3", "gold": "3"})
-    with pytest.raises(DataError, match="no source has pairs of them"):
+    said = r"orpo compares two responses to one question, and no source has pairs of them"
+    with pytest.raises(DataError, match=said):
         offline(
             "orpo",
             "reward.components=[{name: accuracy}]",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.common import models
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.models import resolve
@@ -288,6 +289,23 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
         ["learner.objective.name=distill", f"learner.teacher={tmp_path}"]
     )
     with pytest.raises(ConfigError, match=r"another tokenizer .*: 2 token ids differ, such as"):
+        preflight.check_teacher(config)
+
+
+def test_a_teacher_with_the_policys_own_tokenizer_files_is_taken_without_loading_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(path: str, key: str = "") -> None:
+        raise AssertionError("it loads a tokenizer")
+
+    shutil.copytree(resolve("miniature"), tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(models, "load_tokenizer", loads)
+    config = load("miniature").resolve(
+        ["learner.objective.name=distill", f"learner.teacher={tmp_path}"]
+    )
+    preflight.check_teacher(config)
+    (tmp_path / "added_tokens.json").write_text("{}")
+    with pytest.raises(AssertionError, match="it loads a tokenizer"):
         preflight.check_teacher(config)
 
 

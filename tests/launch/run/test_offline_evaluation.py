@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tandem.common.config import to_yaml
+from tandem.common.config import Config, to_yaml
 from tandem.common.errors import TandemError
 from tandem.common.models import resolve
 from tandem.common.run_folder import RunFolder
+from tandem.launch.cli import dispatch
 from tandem.launch.ingest.prepare import write_miniature
 from tandem.launch.plan.placement import Placement
+from tandem.launch.run import offline_evaluation
 from tandem.launch.run.offline_evaluation import environment, evaluate
 from tandem.launch.run.opened.presets import load
+from tandem.launch.run.processes.parts import ProcessSpec
 
 ON_CPU = Placement(learner=((),), rollout=())
 
@@ -43,10 +47,18 @@ def test_what_was_computed_before_a_failure_stays(tmp_path: Path) -> None:
     assert len(list(folder.logs.glob("evaluate-after*.json"))) == 2
 
 
-@pytest.mark.timeout(300)
-def test_every_set_is_evaluated_and_what_is_known_of_one_is_not_computed_again(
-    tmp_path: Path,
+def in_this_process(
+    config: Config, folder: RunFolder, spec: ProcessSpec, out: Path, say: Callable[[str], None]
 ) -> None:
+    """The words of an evaluation's process; whole offline runs (tests/e2e) start the process itself."""
+    assert dispatch(spec.arguments) == 0
+    assert out.exists()
+
+
+def test_every_set_is_evaluated_and_what_is_known_of_one_is_not_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offline_evaluation, "_run", in_this_process)
     folder = RunFolder(tmp_path / "run")
     folder.make()
     sets = ", ".join(
@@ -54,18 +66,22 @@ def test_every_set_is_evaluated_and_what_is_known_of_one_is_not_computed_again(
         for name, limit in (("easy", 2), ("hard/er", 3))
     )
     words = [f"data.evaluate=[{sets}]", "rollout.max_new_tokens=4", f"run.dir={folder.path}"]
-    config = load("miniature-sft").resolve([*words, "evaluate.at_start=false"])
+    config = load("miniature-sft").resolve(words)
     folder.write_config(to_yaml(config))
     folder.write_run({"run_id": "some"})
     write_miniature(config, folder)
     shutil.copytree(resolve("miniature"), folder.model)
-    known = [{"step": 3, "set_name": "easy"}]
-    (other,) = evaluate(config, folder, ON_CPU, 3, known, print)
-    assert (other["set_name"], other["step"], other["problems"]) == ("hard/er", 3, 3)
+    known = [{"step": step, "set_name": "easy"} for step in (0, 3)]
+    others = evaluate(config, folder, ON_CPU, 3, known, print)
+    assert [(one["set_name"], one["step"], one["problems"]) for one in others] == [
+        *(("hard/er", 0, 3), ("hard/er", 3, 3))
+    ]
     (made,) = folder.logs.glob("evaluate-after*.json")
     before = made.stat()
-    both = evaluate(config, folder, ON_CPU, 3, [], print)
-    assert [(one["set_name"], one["problems"]) for one in both] == [("easy", 2), ("hard/er", 3)]
+    every = evaluate(config, folder, ON_CPU, 3, [], print)
+    assert [(one["set_name"], one["step"], one["problems"]) for one in every] == [
+        *(("easy", 0, 2), ("hard/er", 0, 3), ("easy", 3, 2), ("hard/er", 3, 3))
+    ]
     after = made.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert len(list(folder.logs.glob("evaluate-after*.json"))) == 2

@@ -145,8 +145,8 @@ def test_runs_side_by_side_have_gpus_of_their_own_and_wait_for_them(
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     # The third GPU is another's.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00,GPU-11")
-    # They fail once their data are read, since no trace is so short.
-    words = ("launch.gpus=required", "evaluate.every=0", "data.train.0.max_target_tokens=1")
+    # They fail once they have their GPUs, since no disk has room for so many checkpoints.
+    words = ("launch.gpus=required", "evaluate.every=0", "learner.checkpoints_kept=1000000000")
     command = ("sweep", "miniature-sft", *words, "run.steps=1,2,3", "--seeds", "1", "--jobs", "3")
     assert main(command) == 1
     lines = [
