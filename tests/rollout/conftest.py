@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import multiprocessing.forkserver
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ def _beside(name: str, path: Path) -> ModuleType:
 
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 tiny_models = _beside("rollout_tiny_models", HERE / "tiny_models.py")
 stand_in_pool = _beside("rollout_stand_in_pool", HERE / "stand_in_pool.py")
 # By its own name: the tests import from it.
@@ -39,6 +41,17 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> None:
+    """Starts what processes of :mod:`forked` are forked from; it loads its libraries beside the test."""
+    import forked  # noqa: F401 - says what it loads
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Python 3.11 doesn't hand over the path.
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
