@@ -35,6 +35,26 @@ _beside("adapter_models", HERE / "adapter_models.py")
 _beside("planted_engine", HERE / "planted_engine.py")
 
 
+OWN_VLLM = ("test_adapters.py", "test_live_updates.py", "test_vllm_run.py")
+"""Test files that start a vLLM of their own; the others share one."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where vLLM's tests are asked for by file, the files that share one vLLM run in one process, which starts it
+    once."""
+    if config.option.dist != "loadfile" or "vllm" not in config.option.markexpr.split(" and "):
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByVllm(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return file if file.endswith(OWN_VLLM) else "vllm"
+
+    return ByVllm(config, log)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Two threads are slower than one at these sizes."""
