@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 FEW = (
     "rollout.engine=vllm",
     # Some seconds, as a worker reports its checks once a second.
-    "run.steps=40",
-    "learner.checkpoint_every=20",
+    "run.steps=20",
+    "learner.checkpoint_every=10",
     "evaluate.limit=20",
     "data.evaluate.0.limit=60",
     "log.every=4",
@@ -54,7 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
 def test_it_runs_to_its_end_without_a_restart(finished: Finished) -> None:
     assert finished.code == 0, finished.output
     assert summary(finished.folder)["restarts"] == []
-    assert steps(finished.folder) == list(range(1, 41))
+    assert steps(finished.folder) == list(range(1, 21))
 
 
 def test_it_is_vllm_that_samples(finished: Finished) -> None:

@@ -91,7 +91,7 @@ def test_what_fails_once_is_run_again_alone_and_named(
         f"    again = Path({str(again)!r})\n    fails = {fails}\n    again.touch()\n    assert not fails\n"
     )
     cache = f"cache_dir={tmp_path / 'cache'}"
-    args = [str(tests), f"--rootdir={tmp_path}", "-o", cache, "--numprocesses=2"]
+    args = [str(tests), f"--rootdir={tmp_path}", "-o", cache, "--numprocesses=1"]
     found = tallied(tmp_path, True, args=args)
     assert found[:2] == (passed, failed)  # one of those that passed is the check of processes
     assert flaky in found[3].splitlines()

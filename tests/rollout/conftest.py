@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import multiprocessing.forkserver
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ def _beside(name: str, path: Path) -> ModuleType:
 
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 tiny_models = _beside("rollout_tiny_models", HERE / "tiny_models.py")
 stand_in_pool = _beside("rollout_stand_in_pool", HERE / "stand_in_pool.py")
 # By its own name: the tests import from it.
@@ -33,12 +35,43 @@ _beside("adapter_models", HERE / "adapter_models.py")
 _beside("planted_engine", HERE / "planted_engine.py")
 
 
+OWN_VLLM = ("test_adapters.py", "test_live_updates.py", "test_vllm_run.py")
+"""Test files that start a vLLM of their own; the others share one."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where vLLM's tests are asked for by file, the files that share one vLLM run in one process, which starts it
+    once."""
+    if config.option.dist != "loadfile" or "vllm" not in config.option.markexpr.split(" and "):
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByVllm(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return file if file.endswith(OWN_VLLM) else "vllm"
+
+    return ByVllm(config, log)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Two threads are slower than one at these sizes."""
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> None:
+    """Starts what processes of :mod:`forked` are forked from; it loads its libraries beside the test."""
+    import forked  # noqa: F401 - says what it loads
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Python 3.11 doesn't hand over the path.
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import subprocess
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tandem.common.config import EvalSetConfig, EvaluateConfig, RewardConfig, Ro
 from tandem.common.errors import DataError, TandemError
 from tandem.common.models import load_tokenizer
 from tandem.common.records import FinishReason, Problem, Sample, SamplingParams, Verdict
+from tandem.launch import cli
 from tandem.launch.ingest.rows import SourceReader
 from tandem.replay.evaluating.evaluations import EvaluationResult
 from tandem.reward.grading import Grade, Grader
@@ -281,17 +281,15 @@ def _chains(path: Path, count: int) -> Path:
     ],
 )
 def test_the_command_samples_from_the_nucleus_that_it_is_told(
-    engine: str, tmp_path: Path, tandem_command: str
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = _chains(tmp_path / "chains.parquet", 30)
-    words = [tandem_command, "evaluate", "miniature", "--model", "miniature", "--data", str(data)]
+    words = ["evaluate", "miniature", "--model", "miniature", "--data", str(data)]
     words += ["--json", f"rollout.engine={engine}", "--temperature", "2"]
 
     def accuracy(*more: str) -> float:
-        done = subprocess.run(
-            [*words, *more], capture_output=True, text=True, timeout=200, check=True, cwd=tmp_path
-        )
-        found: float = json.loads(done.stdout)["accuracy"]
+        assert cli.main([*words, *more]) == 0
+        found: float = json.loads(capsys.readouterr().out)["accuracy"]
         return found
 
     # At temperature 2 the model is often wrong; a small nucleus holds one token.
@@ -301,15 +299,8 @@ def test_the_command_samples_from_the_nucleus_that_it_is_told(
 
 
 def test_a_nucleus_that_is_none_is_refused_with_its_setting(
-    tmp_path: Path, tandem_command: str
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = subprocess.run(
-        [tandem_command, "evaluate", "--model", "miniature", "--data", "x", "--top-p", "1.5"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2
-    assert "evaluate.top_p" in done.stderr
+    words = ["evaluate", "--model", "miniature", "--data", "x", "--top-p", "1.5"]
+    assert cli.main(words) == 2
+    assert "evaluate.top_p" in capsys.readouterr().err

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,6 +17,8 @@ import pytest
 import torch
 
 # In this folder.
+from forked import Forked
+from forked_targets import command
 from planted_engine import PlantedEngine
 
 from tandem.common.config import build, to_yaml
@@ -100,16 +100,10 @@ class Run:
 class Serving:
     """The command, running."""
 
-    def __init__(self, command: str, run: Run, log: Path, *words: str) -> None:
+    def __init__(self, run: Run, log: Path, *words: str) -> None:
         self.log = log
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                [command, "serve", "--join", str(run.file), "--port", "0", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        whole = ["serve", "--join", str(run.file), "--port", "0", *words]
+        self.process = Forked(log, command, whole)
 
     @property
     def said(self) -> str:
@@ -129,7 +123,7 @@ class Serving:
         told = content["choices"][0]["logprobs"]["token_logprobs"][1:-1]
         return content["system_fingerprint"], told
 
-    def end(self) -> int:
+    def end(self) -> int | None:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
 
@@ -145,14 +139,14 @@ def run(own_server: Any, tmp_path: Path) -> Iterator[Run]:
 
 @pytest.mark.timeout(240)
 def test_it_serves_the_newest_weights_or_those_of_its_beginning_and_outlives_the_run(
-    run: Run, own_server: Any, tmp_path: Path, tandem_command: str
+    forkserver: None, run: Run, own_server: Any, tmp_path: Path
 ) -> None:
     tokens = load_tokenizer("miniature").encode(PROMPT)
     run.publish(0)
     first = run.logprobs(tokens)
     both = [
-        Serving(tandem_command, run, tmp_path / "follows.log"),
-        Serving(tandem_command, run, tmp_path / "frozen.log", "--freeze"),
+        Serving(run, tmp_path / "follows.log"),
+        Serving(run, tmp_path / "frozen.log", "--freeze"),
     ]
     follows, frozen = both
     try:
@@ -180,9 +174,7 @@ def test_it_serves_the_newest_weights_or_those_of_its_beginning_and_outlives_the
         own_server.start()
     finally:
         for one in both:
-            if one.process.poll() is None:
-                one.process.kill()
-                one.process.wait()
+            one.process.kill()
 
 
 def test_what_was_sampled_while_weights_were_wrong_is_sampled_again_by_the_right_ones(

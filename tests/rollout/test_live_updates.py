@@ -70,7 +70,7 @@ class Pair:
     ) -> None:
         self.prompts = made_up_prompts(folder, 64)
         (learner, its), (worker, hers) = multiprocessing.Pipe(), multiprocessing.Pipe()
-        self.log, self.script = log, script
+        self.engine, self.log, self.script = engine, log, script
         with open(log, "w") as file:
             self.process = subprocess.Popen(
                 [
@@ -91,14 +91,25 @@ class Pair:
         self.worker.pipe.send((join, str(folder), engine, self.prompts[PROMPTS:]))
 
     def close(self) -> None:
-        """Ends both; none is left."""
+        """Kills the worker: whatever its engine has started, as vLLM's processes, ends with it, and so does the
+        learner."""
         self.learner.pipe.close()
-        self.worker.pipe.close()
+        family = []
         try:
-            self.process.wait(30)
+            if self.process.poll() is None:
+                # Its shared memory would be found by whoever looks for what is left behind.
+                self.worker("leave")
+                family = psutil.Process(self.process.pid).children(recursive=True)
+                names = [process.name() for process in family]
+                assert not self.engine.startswith("vllm") or any("VLLM" in name for name in names)
         finally:
             self.process.kill()
             self.process.wait()
+            self.worker.pipe.close()
+        _, left = psutil.wait_procs(family, timeout=20)
+        for process in left:
+            process.kill()
+        assert not left
 
 
 class History:
@@ -138,8 +149,8 @@ ENGINES: dict[str, list[pytest.MarkDecorator]] = {
     "vllm-ranks": [pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(600)],
     "vllm-ranks-lora": [pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(600)],
 }
-BY_HAND = [("torch-lora", "gloo")]
-"""CI has both parts of it: adapters by shared memory, and gloo with the whole model."""
+BY_HAND = [("torch-lora", "gloo"), ("vllm", "gloo")]
+"""CI has both parts of each: adapters, and vLLM, by shared memory, and gloo with the whole model and torch."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

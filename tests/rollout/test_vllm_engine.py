@@ -425,6 +425,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.vllm
+@pytest.mark.byhand  # CI sees it at the end of test_live_updates.py.
 @pytest.mark.timeout(300)
 def test_vllms_processes_die_with_a_killed_owner(vllm_engines: Any, tmp_path: Path) -> None:
     script = tmp_path / "owner.py"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import asdict, replace
+
+# In this folder.
+from forked import Forked
+from forked_targets import impatient, retries_soon, unchanged, work
+from msgspec.structs import replace
 
 from tandem.common.config import Config, build, to_yaml
 from tandem.common.models import load_model, load_tokenizer, resolve
@@ -44,28 +44,7 @@ from tandem.replay.ledger_records import LedgerSettings, Row
 from tandem.replay.members import Members, membership
 from tandem.replay.store import RunStore
 
-START = """
-import json, sys
-from tandem.common.config import build
-from tandem.common.run_folder import JoinInfo
-from tandem.common.telemetry import start_log
-from tandem.replay.connection import connect
-from tandem.replay.store import RunStore
-import yaml
-with open(sys.argv[1]) as file:
-    join = JoinInfo(**json.load(file))
-store = connect(join)
-config = build(yaml.safe_load(RunStore(store).config_yaml()))
-store.close()
-start_log("rollout", "INFO")
-from tandem.rollout.main import main
-sys.exit(main(join, config, name=sys.argv[2], folder=None))
-"""
-
-
-HERE = Path(__file__).resolve().parent
-ENGINES = os.pathsep.join(map(str, (HERE, HERE.parent / "faults")))
-"""Where engines of the tests' own are found."""
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 def until(holds: Callable[[], Any], what: str | Callable[[], str], deadline: float = 40.0) -> Any:
@@ -123,7 +102,7 @@ class Bench:
                 "public_key": self.pool.address.public_key,
             },
         )
-        self.workers: list[subprocess.Popen[bytes]] = []
+        self.workers: list[Forked] = []
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, daemon=True)
         self._heart.start()
@@ -169,18 +148,14 @@ class Bench:
         self.members.beat("reward-0", {"endpoint": moved})
 
     def worker(
-        self, before: str = "", name: str = "rollout-0", **environment: str
-    ) -> subprocess.Popen[bytes]:
-        """Starts a worker process, which runs ``before`` first."""
-        path = self.folder / "join.json"
-        path.write_text(json.dumps(asdict(self.join)))
-        with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", before + START, str(path), name],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ENGINES, **environment},
-            )
+        self,
+        change: Callable[[], None] = unchanged,
+        name: str = "rollout-0",
+        **environment: str,
+    ) -> Forked:
+        """Starts a worker process, in which ``change`` is called first."""
+        log = self.folder / f"{name}.log"
+        process = Forked(log, work, self.join, name, change, **environment)
         self.workers.append(process)
         return process
 
@@ -220,9 +195,7 @@ class Bench:
 
     def close(self) -> None:
         for process in self.workers:
-            if process.poll() is None:
-                process.kill()
-                process.wait(10)
+            process.kill()
         self._ended.set()
         self._heart.join(5)
         self.pool.die()
@@ -291,13 +264,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory, pools: Any, servers: Any) ->
 
 
 @pytest.fixture(scope="module")
-def worker(bench: Bench) -> subprocess.Popen[bytes]:
+def worker(bench: Bench) -> Forked:
     """The worker process that the tests below share."""
-    return bench.worker()
+    return bench.worker(retries_soon)
 
 
 def test_it_feeds_the_ledger_with_groups_of_the_configured_shape(
-    bench: Bench, worker: subprocess.Popen[bytes]
+    bench: Bench, worker: Forked
 ) -> None:
     groups = bench.train(4)
     assert len(groups) == 2
@@ -315,9 +288,7 @@ def test_it_feeds_the_ledger_with_groups_of_the_configured_shape(
             assert sample.spans[-1].end == len(sample.tokens)
 
 
-def test_a_sample_begins_with_a_part_of_the_problems_trace(
-    bench: Bench, worker: subprocess.Popen[bytes]
-) -> None:
+def test_a_sample_begins_with_a_part_of_the_problems_trace(bench: Bench, worker: Forked) -> None:
     known = {trace.problem_id: trace.tokens for trace in bench.traces}
     seen = set()
     for group in (group for _ in range(3) for group in bench.train(1)):
@@ -337,22 +308,20 @@ def test_a_sample_begins_with_a_part_of_the_problems_trace(
     assert seen == {True, False}
 
 
-def test_no_token_is_older_than_the_ledger_admits(
-    bench: Bench, worker: subprocess.Popen[bytes]
-) -> None:
+def test_no_token_is_older_than_the_ledger_admits(bench: Bench, worker: Forked) -> None:
     for _ in range(5):
         for group in bench.train(1):
             assert group.oldest_step is not None
             assert bench.step - 1 - group.oldest_step <= bench.config.replay.max_staleness
 
 
-def test_it_follows_the_published_versions(bench: Bench, worker: subprocess.Popen[bytes]) -> None:
+def test_it_follows_the_published_versions(bench: Bench, worker: Forked) -> None:
     bench.train(1)
     wanted = (bench.term, bench.step)
     until(lambda: bench.held() == wanted, f"version {wanted} in the registry")
 
 
-def test_it_makes_a_due_evaluation(bench: Bench, worker: subprocess.Popen[bytes]) -> None:
+def test_it_makes_a_due_evaluation(bench: Bench, worker: Forked) -> None:
     bench.train(1)
     bench.runs.request_evaluation(
         EvaluationRequest(id="heldout@1", set_name="heldout", step=bench.step, limit=10),
@@ -369,7 +338,7 @@ def test_it_makes_a_due_evaluation(bench: Bench, worker: subprocess.Popen[bytes]
 
 
 def test_it_makes_the_samples_of_a_job_and_then_goes_on_with_groups(
-    bench: Bench, worker: subprocess.Popen[bytes]
+    bench: Bench, worker: Forked
 ) -> None:
     cell = Cell(
         name="c", model="run@live", benchmark="heldout", template="own", temperature=1.0, top_p=0.9,
@@ -409,7 +378,7 @@ def test_it_makes_the_samples_of_a_job_and_then_goes_on_with_groups(
 
 
 def test_an_evaluation_that_can_not_be_made_is_given_up_and_the_worker_goes_on(
-    bench: Bench, worker: subprocess.Popen[bytes]
+    bench: Bench, worker: Forked
 ) -> None:
     bench.runs.request_evaluation(
         EvaluationRequest(id="lost@1", set_name="lost", step=bench.step), bench.term
@@ -419,7 +388,7 @@ def test_an_evaluation_that_can_not_be_made_is_given_up_and_the_worker_goes_on(
     bench.train(1)
 
 
-def test_it_reports_what_it_does(bench: Bench, worker: subprocess.Popen[bytes]) -> None:
+def test_it_reports_what_it_does(bench: Bench, worker: Forked) -> None:
     report = until(lambda: bench.runs.reports().get("rollout-0"), "a report")
     assert report["role"] == "rollout"
     assert report["pid"] == worker.pid
@@ -433,9 +402,7 @@ def test_it_reports_what_it_does(bench: Bench, worker: subprocess.Popen[bytes]) 
     assert "admission" in report["waiting_for"]
 
 
-def test_groups_finished_while_redis_is_away_are_not_lost(
-    bench: Bench, worker: subprocess.Popen[bytes]
-) -> None:
+def test_groups_finished_while_redis_is_away_are_not_lost(bench: Bench, worker: Forked) -> None:
     bench.silent = True
     bench.publish(bench.step + 1)  # Admits the next groups, which then find no receipt.
     before = len(bench.pool.received)
@@ -452,7 +419,7 @@ def test_groups_finished_while_redis_is_away_are_not_lost(
 
 
 def test_a_worker_that_is_killed_takes_up_its_leases_when_it_is_back(
-    bench: Bench, worker: subprocess.Popen[bytes]
+    bench: Bench, worker: Forked
 ) -> None:
     worker.send_signal(signal.SIGKILL)
     worker.wait(10)
@@ -597,16 +564,6 @@ def test_the_receipt_of_a_revoked_attempt_leaves_the_next_one_alone(
             bench.close()
 
 
-IMPATIENT = """
-from tandem.replay.connection import Store
-from tandem.rollout import worker
-for method in Store.script, Store.call, Store.batch:
-    method.__kwdefaults__["deadline"] = 0.5
-worker.OUTAGE_SECONDS = 1.0
-"""
-"""Lets a worker end after a second without Redis."""
-
-
 def test_a_worker_that_an_outage_has_ended_takes_up_its_groups_as_if_nothing_had_failed(
     tmp_path: Path, pools: Any, servers: Any
 ) -> None:
@@ -616,7 +573,7 @@ def test_a_worker_that_an_outage_has_ended_takes_up_its_groups_as_if_nothing_had
         bench = Bench(server, pools.StandInPool, tmp_path, config)
         try:
             bench.silent = True
-            process = bench.worker(IMPATIENT)
+            process = bench.worker(impatient)
             assert bench.pool.wait_received(3, 40), bench.log()[-3000:]
             bench.server.kill()
             assert process.wait(40) == 1, bench.log()[-3000:]
@@ -817,9 +774,9 @@ def test_an_evaluation_that_waits_for_weights_doesnt_begin_once_a_drain_cuts_sho
         samples=1, max_new_tokens=8, stop=(), mode="boxed", seed=5,
     )  # fmt: skip
     job = EvaluationJob(cell=cell, wanted=((0, 0),), reward={"graders": 1})
-    overrides = "rollout.update_wait_seconds=5", "launch.drain_seconds=5"
+    overrides = "rollout.update_wait_seconds=5", "launch.drain_seconds=2.5"
     with bench_in(tmp_path, pools, servers, *overrides) as bench:
-        process = bench.worker(TANDEM_SLOW="1,6.0")
+        process = bench.worker(TANDEM_SLOW="1,4.0")
         bench.runs.request_evaluation(
             EvaluationRequest(
                 id=name,

@@ -278,7 +278,7 @@ class Worker:
 
     async def begin(self, transport: str) -> None:
         """A receiver for the learner's next term, on the same engine."""
-        await self._leave()
+        await self.leave()
         settings = config(self._folder, self._name, transport)
         self._receiver = WeightReceiver(
             membership(self._store, "rollout-0"),
@@ -333,10 +333,11 @@ class Worker:
 
     async def close(self) -> None:
         """Ends receiver and engine."""
-        await self._leave()
+        await self.leave()
         await self._engine.close()
 
-    async def _leave(self) -> None:
+    async def leave(self) -> None:
+        """Ends the receiver, if there is one."""
         if self._receiver is not None:
             await asyncio.to_thread(self._receiver.close)
 

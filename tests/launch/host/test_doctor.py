@@ -25,6 +25,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: ())
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks at three presets instead of all, which takes seconds; one test below looks at all of them."""
+    names = ["miniature", "miniature-easy", "qwen2.5-math-7b-luffy-8gpu"]
+    monkeypatch.setattr("tandem.launch.run.opened.presets.names", lambda: names)
+
+
 def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
     code = main(["doctor", *words, "--json"])
     return code, json.loads(capsys.readouterr().out)
@@ -34,6 +41,7 @@ def finding(found: dict, name: str) -> dict:
     return next(one for one in found["findings"] if one["name"] == name)
 
 
+@pytest.mark.usefixtures("few")
 def test_a_machine_that_can_run_the_miniature(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = doctor(capsys)
     assert (code, found["preset"], found["could_run"]) == (0, "miniature", True)
@@ -46,6 +54,7 @@ def test_a_machine_that_can_run_the_miniature(capsys: pytest.CaptureFixture[str]
     assert finding(found, "redis-server")["state"] == "ok"
 
 
+@pytest.mark.usefixtures("few")
 def test_a_preset_that_this_machine_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = doctor(capsys, "qwen2.5-math-7b-luffy-8gpu")
     assert (code, found["could_run"]) == (1, False)
@@ -57,6 +66,7 @@ def test_a_preset_that_this_machine_cannot_run(capsys: pytest.CaptureFixture[str
     assert found["presets"]["miniature-easy"] == []
 
 
+@pytest.mark.usefixtures("few")
 def test_the_words_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "qwen2.5-math-7b-luffy-8gpu"]) == 1
     out = capsys.readouterr().out
@@ -65,6 +75,7 @@ def test_the_words_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  miniature: could run here" in out
 
 
+@pytest.mark.usefixtures("few")
 def test_a_missing_redis_server_comes_with_its_remedy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,14 +197,20 @@ def test_torch_and_driver_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_cuda_that_torch_is_built_for_is_read_without_importing_it() -> None:
+    import torch
+
     code = (
         "import sys; from tandem.launch.host.surroundings import cuda_of_torch; told = cuda_of_torch(); "
-        "assert 'torch' not in sys.modules; import torch; assert told == torch.version.cuda"
+        "print(told, 'torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"{torch.version.cuda} False\n"
 
 
 def test_torch_is_not_imported() -> None:
+    # It looks at every preset.
     code = (
         "import sys; from tandem.launch.cli import main; main(['doctor']); "
         "print(sorted({'torch', 'transformers', 'vllm', 'deepspeed', 'wandb'} & set(sys.modules)))"

@@ -25,7 +25,7 @@ from tandem.rollout.environments.wire import (
 
 @pytest.fixture(scope="module")
 def run(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    made = make_run(server, tmp_path_factory.mktemp("run"))
+    made = make_run(server, tmp_path_factory.mktemp("run"), episode_seconds=7.0)
     yield made
     made.store.close()
 

@@ -90,7 +90,7 @@ def test_the_models_time_counts_for_the_episode_only(play: Any) -> None:
 
     played = play(body)
     assert played.failure is Verdict.ENV_TIMEOUT
-    assert "episode_seconds=10" in played.detail
+    assert "episode_seconds=7" in played.detail
 
 
 def test_the_models_time_is_no_time_of_the_environment(play_one: PlayOne) -> None:
