@@ -149,8 +149,9 @@ ENGINES: dict[str, list[pytest.MarkDecorator]] = {
     "vllm-ranks": [pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(600)],
     "vllm-ranks-lora": [pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(600)],
 }
-BY_HAND = [("torch-lora", "gloo"), ("vllm", "gloo")]
-"""CI has both parts of each: adapters, and vLLM, by shared memory, and gloo with the whole model and torch."""
+BY_HAND = [("torch-lora", "gloo"), ("vllm", "shared_memory")]
+"""CI has both parts of each: adapters by shared memory, gloo with whole models, and vLLM with shared memory in a
+whole run (tests/e2e/test_vllm_run.py)."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
