@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -106,10 +107,16 @@ def parity() -> ModuleType:
 def group() -> Iterator[None]:
     """The process group of one rank, in which this process may make DeepSpeed engines."""
     pytest.importorskip("deepspeed")
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
     from tandem.learner.rendezvous import Seat, process_group
 
     before = dict(os.environ)
+    # DeepSpeed looks for garbage several times while it makes an engine: half a second each time, if it looks through
+    # all that is loaded.
+    gc.freeze()
     with process_group(Seat()):
         yield
+    gc.unfreeze()
     for name in set(os.environ) - set(before):
         del os.environ[name]
