@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -93,6 +94,7 @@ def deepspeed_for(device: torch.device) -> Any:
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    _load_muon()
     if device.type == "cpu":
         # init_distributed otherwise compiles an all-reduce for inference, with g++ and ninja. On a GPU it
         # doesn't, and asking for the table would make DeepSpeed look for nvcc, once for each operation.
@@ -105,3 +107,19 @@ def deepspeed_for(device: torch.device) -> Any:
 
         cuda_accelerator.pynvml = None
     return deepspeed
+
+
+def _load_muon() -> None:
+    """Loads Muon without the compiler that its functions are decorated with.
+
+    With ZeRO, DeepSpeed loads it to see that our optimizer is another one, and torch's compiler takes two seconds.
+    """
+    with contextlib.suppress(ImportError):
+        from deepspeed.runtime import compiler
+
+        compiled = compiler.compile
+        compiler.compile = lambda **_: lambda function: function
+        try:
+            import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+        finally:
+            compiler.compile = compiled

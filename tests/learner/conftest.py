@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib.util
 import os
 import shutil
@@ -106,9 +108,18 @@ def parity() -> ModuleType:
 def group() -> Iterator[None]:
     """The process group of one rank, in which this process may make DeepSpeed engines."""
     pytest.importorskip("deepspeed")
+    import peft  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
     from tandem.learner.rendezvous import Seat, process_group
 
     before = dict(os.environ)
+    # DeepSpeed looks for garbage several times while it makes an engine: half a second each time, if it looks through
+    # all that is loaded.
+    gc.freeze()
+    # As for a role: some libraries report what isn't freed at the end. Before it pytest looks for garbage, too.
+    atexit.register(gc.unfreeze)
     with process_group(Seat()):
         yield
     for name in set(os.environ) - set(before):

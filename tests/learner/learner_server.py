@@ -6,6 +6,7 @@ answers ``{"code"}``, null while it runs.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -74,6 +75,8 @@ def fork(asked: dict[str, object]) -> int:
 
 
 def serve() -> None:
+    # As a learner that `tandem start` starts: nothing of what is loaded is looked through for garbage.
+    gc.freeze()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

@@ -1,11 +1,12 @@
 """Starts the processes of ``rank_of_many.py`` and its like, and compares what came of them.
 
-As a program, ``many_ranks.py SCRIPT RANKS PORT ARGUMENT...``, it loads the libraries and forks the ranks.
+As a program, ``many_ranks.py ERRORS SCRIPT GROUPS``, it loads the libraries and forks the ranks of each group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,18 @@ def free_port() -> int:
 
 def start(script: str, ranks: int, *arguments: object) -> None:
     """Runs a script of this folder as so many processes: ``SCRIPT RANK RANKS PORT ARGUMENT...``."""
-    port = free_port() if ranks > 1 else 0
+    start_together(script, (ranks, *arguments))
+
+
+def start_together(script: str, *groups: Sequence[Any]) -> None:
+    """Runs several groups of ranks at the same time, each ``(ranks, ARGUMENT...)``, see :func:`start`."""
+    told = [
+        [str(ranks), str(free_port() if ranks > 1 else 0), *map(str, arguments)]
+        for ranks, *arguments in groups
+    ]
     with tempfile.TemporaryDirectory() as errors:
         process = subprocess.Popen(
-            [sys.executable, *map(str, (Path(__file__), errors, script, ranks, port, *arguments))],
+            [sys.executable, str(Path(__file__)), errors, script, json.dumps(told)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -55,14 +65,18 @@ def start(script: str, ranks: int, *arguments: object) -> None:
             process.wait()
 
 
-def fork(errors: str, script: str, ranks: str, port: str, *arguments: str) -> int:
+def fork(errors: str, script: str, groups: str) -> int:
     """Forks the ranks of a script, since each would take seconds to load the same libraries; how many failed."""
     import deepspeed  # noqa: F401
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
+    # DeepSpeed looks for garbage again and again, and there is none in what is loaded.
+    gc.freeze()
     path = Path(__file__).with_name(script)
     children = [
-        _rank(path, Path(errors), rank, ranks, port, *arguments) for rank in range(int(ranks))
+        _rank(path, Path(errors) / f"{rank} of group {number}", rank, ranks, port, *arguments)
+        for number, (ranks, port, *arguments) in enumerate(json.loads(groups))
+        for rank in range(int(ranks))
     ]
     return sum(os.waitpid(child, 0)[1] != 0 for child in children)
 
@@ -74,7 +88,7 @@ def _rank(path: Path, errors: Path, rank: int, *arguments: str) -> int:
     code = 1
     try:
         # Files, since a pipe that nobody reads yet would stop a rank for which the others wait.
-        descriptor = os.open(errors / str(rank), os.O_WRONLY | os.O_CREAT)
+        descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT)
         os.dup2(descriptor, 2)
         sys.argv = [str(path), str(rank), *arguments]
         runpy.run_path(str(path), run_name="__main__")

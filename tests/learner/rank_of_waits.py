@@ -36,7 +36,7 @@ from tandem.learner.updates.updates import Updates
 
 ALLOWED = timedelta(seconds=4)
 """How long a rank waits for another one before it gives up."""
-SLOW = 7.0
+SLOW = 6.0
 """Seconds that what rank 0 does alone takes here."""
 CPU = torch.device("cpu")
 sync_tree = model_folder.sync_tree
@@ -112,13 +112,13 @@ def orders(place: Path) -> None:
 def far(place: Path) -> None:
     """Rank 0 moves a checkpoint of rank 2, which is elsewhere, for longer than rank 1 waits, which is near."""
     far_files.BLOCK, far_files.SIGN_BLOCKS = 100, 4
-    dist.send = slowed(dist.send, 0.5)
+    dist.send = slowed(dist.send, 0.4)
     rank, folder = dist.get_rank(), place / "checkpoint"
     folder.mkdir(exist_ok=True)
     dist.barrier()
     dist.distributed_c10d._set_pg_timeout(ALLOWED)
     files = far_files.CheckpointFiles(far=(2,), receivers=(2,), place=place / "elsewhere")
-    content = {f"of-{one}": bytes([one]) * size for one, size in enumerate((700, 0, 1150))}
+    content = {f"of-{one}": bytes([one]) * size for one, size in enumerate((250, 0, 1150))}
     with files.writing(folder) as own:
         (own / f"of-{rank}").write_bytes(content[f"of-{rank}"])
     dist.barrier()

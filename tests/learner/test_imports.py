@@ -66,13 +66,18 @@ def test_every_public_function_has_a_docstring(name: str) -> None:
             assert (value.__doc__ or "").strip(), f"{name}.{attribute}"
 
 
-def test_a_learners_start_leaves_no_folder_behind(tmp_path: Path) -> None:
+def test_a_learners_start_leaves_no_folder_behind_and_loads_no_compiler(tmp_path: Path) -> None:
     code = """
-import os, signal, torch
+import os, signal, sys, torch
 from tandem.learner.engine.zero import prepared
 from tandem.learner.rendezvous import Seat, process_group
 with process_group(Seat()):
     prepared(torch.device("cpu"))
+    from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+    assert not is_zero_supported_optimizer(None)
+    assert "deepspeed.runtime.zero.muon.muon_optimizer" in sys.modules
+    # Of torch's compiler, which takes two seconds.
+    assert "torch._inductor.compile_fx" not in sys.modules
     print(os.environ["TORCH_EXTENSIONS_DIR"], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -1,4 +1,4 @@
-"""Twenty live updates of a trained model, or ten of its adapters, with requests in flight: learner, worker, Redis, real all.
+"""Twenty live updates of a trained model, or six of its adapters, with requests in flight: learner, worker, Redis, real all.
 
 Each update is one version of a trained miniature, or of adapters of it, published by a learner's process and committed
 by a worker's while at least 32 requests run in its engine. What the engine then says is compared
@@ -29,7 +29,7 @@ from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings
 
 TRANSPORTS = ("gloo", "shared_memory")
-UPDATES, UPDATES_OF_ADAPTERS = 20, 10
+UPDATES, UPDATES_OF_ADAPTERS = 20, 6
 IN_FLIGHT = 32
 PROMPTS, NEW_TOKENS = 8, 32
 END = 1

@@ -65,7 +65,14 @@ class Setting:
         return self.run._child(fault_processes.worker, member, values)
 
 
-@pytest.fixture(params=[*TRANSPORTS, *(f"{way}-lora" for way in TRANSPORTS)])
+@pytest.fixture(
+    params=[
+        *TRANSPORTS,
+        "shared_memory-lora",
+        # CI has both parts of it.
+        pytest.param("gloo-lora", marks=pytest.mark.byhand),
+    ]
+)
 def setting(request: pytest.FixtureRequest, run: Any) -> Setting:
     """One for each transport and what travels."""
     transport, _, lora = request.param.partition("-")

@@ -306,7 +306,7 @@ def test_a_step_with_an_alarm_leaves_nothing_behind_where_it_is_quarantined(
     stage: int, dtype: str, learner: Learner, made_up: ModuleType
 ) -> None:
     """The next step is to the bit what it would have been without it."""
-    settings = {"zero_stage": stage, "minibatches": 2, "micro_batch_tokens": 18}
+    settings = {"zero_stage": stage, "minibatches": 2, "micro_batch_tokens": 45}
     quarantine = {"ratio_check": {"on_alarm": "quarantine"}}
     found = []
     for faults in (0, 1):
@@ -318,6 +318,7 @@ def test_a_step_with_an_alarm_leaves_nothing_behind_where_it_is_quarantined(
             assert outcome.metrics["ratio/alarm"] == 1
         outcome = updates.train(6, good, lr=1e-2)
         assert (outcome.applied, outcome.refused) == (True, False)
+        assert outcome.metrics["train/micro_batches"] >= 4
         found.append({name: tensor.clone() for name, tensor in updates.engine.parameters()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

@@ -90,6 +90,16 @@ def write(folder: Path, made_up: ModuleType, paid: Sequence[float], *, traces: b
     return folder
 
 
+@pytest.fixture(scope="module")
+def archives(made_up: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of each of :data:`ARCHIVES`, to read."""
+    folder = tmp_path_factory.mktemp("archives")
+    return {
+        kind: write(folder / kind, made_up, paid, traces=traces)
+        for kind, (paid, traces) in ARCHIVES.items()
+    }
+
+
 def config_of(made_up: ModuleType, folder: Path, model: Path, objective: dict[str, Any]) -> Any:
     return made_up.config_of(
         model={"path": str(model)},
@@ -137,11 +147,9 @@ def is_refused(config: Any) -> bool:
 @pytest.mark.parametrize("kind", ARCHIVES)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_is_not_refused_moves_the_parameters(
-    name: str, kind: str, made_up: ModuleType, model: Path, tmp_path: Path
+    name: str, kind: str, made_up: ModuleType, model: Path, archives: dict[str, Path]
 ) -> None:
-    paid, traces = ARCHIVES[kind]
-    folder = write(tmp_path / "archive", made_up, paid, traces=traces)
-    config = config_of(made_up, folder, model, {"name": name})
+    config = config_of(made_up, archives[kind], model, {"name": name})
     assert moves(made_up, config) is not is_refused(config)
 
 
@@ -166,11 +174,13 @@ def test_what_is_not_refused_moves_the_parameters(
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_the_keys_of_an_objective_count(
-    settings: dict[str, Any], kind: str, made_up: ModuleType, model: Path, tmp_path: Path
+    settings: dict[str, Any],
+    kind: str,
+    made_up: ModuleType,
+    model: Path,
+    archives: dict[str, Path],
 ) -> None:
-    paid, traces = ARCHIVES[kind]
-    folder = write(tmp_path / "archive", made_up, paid, traces=traces)
-    config = config_of(made_up, folder, model, settings)
+    config = config_of(made_up, archives[kind], model, settings)
     assert moves(made_up, config) is not is_refused(config)
 
 
