@@ -114,7 +114,7 @@ def _load_muon() -> None:
 
     With ZeRO, DeepSpeed loads it to see that our optimizer is another one, and torch's compiler takes two seconds.
     """
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError, AttributeError):
         from deepspeed.runtime import compiler
 
         compiled = compiler.compile
