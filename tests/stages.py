@@ -144,6 +144,24 @@ PROBES = "tests/cluster/test_probes.py"
 WHOLE_RUNS = ("tests/e2e", "tests/faults")
 """Runs from their start to their end, some with kills and full disks on the way."""
 
+ELSEWHERE = (
+    *(*WHOLE_RUNS, *WHOLE_UPDATES, *WHOLE_PROCESSES, *SLOW),
+    *("tests/hosts", "tests/shared_redis", PROBES),
+)
+"""What is no light test: other stages have it."""
+
+
+def light() -> tuple[str, ...]:
+    """What the light tests are in, no part of which is in another: pytest would forget the order.
+
+    First the README's main job, which is the finished run that other tests read, most of them in the last folder.
+    """
+    first, last = "tests/repo/test_readme.py", "tests/launch"
+    found = {path.relative_to(ROOT).parts[1] for path in (ROOT / "tests").rglob("test_*.py")}
+    folders = {f"tests/{name}" for name in found} - {"tests/repo", last}
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/repo").glob("test_*.py")}
+    return (first, *sorted((files | folders) - {first, *ELSEWHERE}), last)
+
 
 def longest_first(files: Sequence[Path | str], *longest: str) -> tuple[str, ...]:
     """Test files, those named first; else one of two processes ends long after the other."""
@@ -155,20 +173,14 @@ STAGES = (
     Stage(
         name="unit",
         args=(
-            # First: the README's main job is the finished run that other tests read.
-            *("tests/repo/test_readme.py", "tests", "--no-loadscope-reorder"),
+            *light(),
+            "--no-loadscope-reorder",
             # Two at a time, a file's tests together: many start further processes.
             "--numprocesses=2",
             "--dist=loadfile",
             "-m",
             "not vllm and not byhand",
-            "--ignore=tests/shared_redis",
-            "--ignore=tests/hosts",
-            f"--ignore={PROBES}",
-            *(
-                f"--ignore={path}"
-                for path in (*WHOLE_RUNS, *WHOLE_UPDATES, *WHOLE_PROCESSES, *SLOW)
-            ),
+            *(f"--ignore={path}" for path in ELSEWHERE),
         ),
         byhand="bash tests/run.sh tests --ignore=tests/faults -m byhand (an hour)",
     ),

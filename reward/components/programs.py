@@ -6,20 +6,19 @@ Nothing is run: a program is parsed by a grader process, since a hostile one may
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from .code import MAX_PROGRAM, last_block
 from .registry import Component, Elsewhere, Graded, register
 
-_TAGGED = re.compile(r"<code>(.*?)</code>", re.DOTALL)
-
-
 def program(text: str) -> str:
     """The program of a response: the first ``<code>…</code>``, else the last fenced block, else all of it."""
-    tagged = _TAGGED.search(text)
-    block = last_block(text, ("python", "py", "python3")) if tagged is None else tagged[1]
+    _, opened, rest = text.partition("<code>")
+    tagged, closed, _ = rest.partition("</code>")
+    if opened and closed:
+        return tagged.strip()
+    block = last_block(text, ("python", "py", "python3"))
     return (text if block is None else block).strip()
 
 
@@ -38,7 +37,7 @@ def _is_python(code: str) -> bool:
     return True
 
 
-@register("python_syntax", origin="fatu/finetune's AppWorld")
+@register("python_syntax", place="grader", origin="fatu/finetune's AppWorld")
 def python_syntax() -> Elsewhere:
     """1 if the response's program (:func:`program`) can be parsed as Python, else 0; it isn't run."""
     return Elsewhere(path="tandem.reward.components.programs:parses", params={})

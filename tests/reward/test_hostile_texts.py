@@ -14,7 +14,7 @@ import pytest
 import tandem.reward.components.builtin  # noqa: F401 - fills the registry
 from tandem.common.records import Verdict
 from tandem.reward.answers import comparison, values
-from tandem.reward.components import code
+from tandem.reward.components import code, programs
 from tandem.reward.components.formats import STYLES
 from tandem.reward.components.registry import COMPONENTS, Graded, component
 from tandem.reward.reading import extraction, modes
@@ -34,6 +34,7 @@ NOISE_SECONDS = 0.05
 def readers() -> dict[str, Callable[[str], object]]:
     found: dict[str, Callable[[str], object]] = {
         "code": lambda text: code.last_block(text, ("python",)),
+        "program": programs.program,
         "math_verify_answer": modes.math_verify_answer,
     }
     for name, mode in modes.MODES.items():
@@ -45,8 +46,8 @@ def readers() -> dict[str, Callable[[str], object]]:
         found[f"format {name}"] = lambda text, fits=fits: fits(sample(text))  # type: ignore[misc]
     for name, kind in COMPONENTS.items():
         if kind.place == "dispatcher":
-            params = {"max_length": 100} if name.startswith("cosine") else {}
-            _, value = component(name, params)
+            given = {"cosine": {"max_length": 100}, "mentions": {"words": ["<code>", "x"]}}
+            _, value = component(name, given.get(name.split("_")[0], {}))
             found[name] = (
                 (lambda text, value=value: value([sample(text)]))  # type: ignore[misc]
                 if kind.scope == "group"
