@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ...common.config import Config, EvalSetConfig
     from ...replay.evaluating.evaluated import Plan
     from ...rollout.evaluate.elsewhere import Elsewhere
+    from ...rollout.evaluate.evaluation import Evaluation
     from ..evaluation.plan import Asked
 
 _SAMPLING = {
@@ -73,7 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--form", metavar="NAME", help="form of FILE's rows (default: by its columns)"
     )
     parser.add_argument("--run", metavar="DIR", help="a run's folder")
-    parser.add_argument("--set", metavar="NAME", help="which of the run's held-out sets")
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="NAME",
+        help="which of the run's held-out sets (default: the first one, or with --to all); several",
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="the first N problems")
     for key, (kind, about) in _SAMPLING.items():
         name = key.replace("_", "-")
@@ -127,7 +133,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute", metavar="DIR", help="compute the figures of a folder's samples anew"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--out", metavar="FILE", help="write the figures there, as JSON")
+    parser.add_argument(
+        "--out",
+        action="append",
+        metavar="FILE",
+        help="write the figures there, as JSON; once for each --set",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -140,8 +151,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--request-seconds {arguments.request_seconds:g} should be above 0, and at most {LONGEST_REQUEST:,}"
         )
-    if arguments.out:
-        output_file(arguments.out)
+    for out in arguments.out or ():
+        output_file(out)
     if arguments.recompute:
         return _recompute(arguments)
     arguments.before = argparse.Namespace(**vars(arguments))
@@ -175,6 +186,7 @@ def _cells(arguments: argparse.Namespace) -> int:
     from ..evaluation.run import Workers, add_times, begin, finish, left, owned, work
     from ..host.environments import check_environments
 
+    out = _only(arguments.out)
     config, run_folder = _config(arguments, every=True)
     check_environments(config)
     asked = _asked(arguments, config, run_folder)
@@ -218,9 +230,8 @@ def _cells(arguments: argparse.Namespace) -> int:
             if config.log.inspect:
                 for _ in evaluation_logs(folder):
                     pass
-    _print(
-        arguments, summary, f"{table(summary)}\nsamples and all figures: {shown(place.absolute())}"
-    )
+    said = f"{table(summary)}\nsamples and all figures: {shown(place.absolute())}"
+    _print(arguments, summary, said, out)
     return 0
 
 
@@ -228,17 +239,27 @@ def _recompute(arguments: argparse.Namespace) -> int:
     from ...replay.evaluating.evaluated import EvaluationFolder
     from ..evaluation.report import summarise, table
 
+    out = _only(arguments.out)
     summary = summarise(EvaluationFolder(Path(arguments.recompute).expanduser()))
-    _print(arguments, summary, table(summary))
+    _print(arguments, summary, table(summary), out)
     return 0
 
 
-def _print(arguments: argparse.Namespace, figures: dict[str, Any], text: str) -> None:
+def _only(outs: list[str] | None) -> str | None:
+    """The file that the figures of all cells go to."""
+    if outs and len(outs) > 1:
+        raise ConfigError(f"--out comes {len(outs)} times, and there is one table of figures")
+    return outs[0] if outs else None
+
+
+def _print(
+    arguments: argparse.Namespace, figures: dict[str, Any], text: str, out: str | None
+) -> None:
     as_json = json.dumps(figures, indent=1)
     # First: whatever becomes of the file, the figures are not lost.
     print(as_json if arguments.json else text, flush=True)
-    if arguments.out:
-        write_atomic(Path(arguments.out).expanduser(), as_json + "\n")
+    if out:
+        write_atomic(Path(out).expanduser(), as_json + "\n")
 
 
 def _read_plan(arguments: argparse.Namespace) -> None:
@@ -260,12 +281,19 @@ def _read_plan(arguments: argparse.Namespace) -> None:
     arguments.words = [*lists["settings"], *arguments.words]
 
 
-def _no_set(arguments: argparse.Namespace, config: Config) -> ConfigError:
-    """That the run has no such held-out set, or none at all."""
-    names = [one.name for one in config.data.evaluate]
-    if not names:
-        return ConfigError("the run has no held-out set: name problems with --data FILE")
-    return ConfigError(f"--set {arguments.set}: the run has {', '.join(names)}")
+def _sets(arguments: argparse.Namespace, config: Config) -> list[EvalSetConfig]:
+    """The run's held-out sets that are named, in the run's order; all of them where none is.
+
+    Raises:
+        ConfigError: the run has no such set, or none at all.
+    """
+    sets = {one.name: one for one in config.data.evaluate}
+    if not sets:
+        raise ConfigError("the run has no held-out set: name problems with --data FILE")
+    for name in arguments.set or ():
+        if name not in sets:
+            raise ConfigError(f"--set {name}: the run has {', '.join(sets)}")
+    return [sets[name] for name in dict.fromkeys(arguments.set or sets)]
 
 
 def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | None) -> Asked:
@@ -285,9 +313,7 @@ def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | No
             raise ConfigError(
                 "name the problems with --benchmark NAME or --data FILE, or a run with --run DIR"
             )
-        named = [one for one in config.data.evaluate if arguments.set in (None, one.name)]
-        if not named:
-            raise _no_set(arguments, config)
+        named = _sets(arguments, config)
         sets = [one.model_copy(update={"limit": arguments.limit or one.limit}) for one in named]
     sets = distinct(sets)
     if arguments.samples is not None:
@@ -318,14 +344,13 @@ def _again(arguments: argparse.Namespace) -> list[str]:
     # Without what the plan's file has added: the worker reads it itself.
     arguments = arguments.before
     words = list(arguments.words)
-    for name in ("model", "data", "benchmark", "temperature", "top_p", "template"):
+    for name in ("model", "data", "benchmark", "temperature", "top_p", "template", "set"):
         for value in getattr(arguments, name) or ():
             words += [f"--{name.replace('_', '-')}", str(value)]
     for name in (
         "plan",
         "form",
         "run",
-        "set",
         "limit",
         "samples",
         "endpoint",
@@ -384,7 +409,12 @@ def _one(arguments: argparse.Namespace) -> int:
     model = arguments.model[0] if arguments.model else str(folder.model) if folder else None
     if model is None:
         raise ConfigError("name the model with --model DIR, or a run with --run DIR")
-    held_out, data = _held_out(arguments, config, folder)
+    chosen = _held_out(arguments, config, folder)
+    outs = arguments.out or [None] * len(chosen)
+    if len(outs) != len(chosen):
+        raise ConfigError(
+            f"--out comes {len(outs)} times, and {len(chosen)} {'set is' if len(chosen) == 1 else 'sets are'} evaluated"
+        )
     # The environment is read when torch is loaded, below.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
     from ...common.config import of_set
@@ -395,32 +425,36 @@ def _one(arguments: argparse.Namespace) -> int:
 
     path = find_model(model, OUT / "models").path
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-    config = of_set(config, held_out)
-    check_model(config)
-    check_environments(config)
-    check_servers(config.reward)
+    configs = [of_set(config, held_out) for held_out, _ in chosen]
+    for own in configs:
+        check_model(own)
+        check_environments(own)
+        check_servers(own.reward)
     from ...reward.grading import Grader
-    from ...rollout.evaluate.evaluation import evaluate_folder
+    from ...rollout.evaluate.evaluation import HeldOut, evaluate_folder
     from ..ingest.prepare import load_tokenizer
     from ..ingest.rows import SourceReader
 
-    with Grader(config.reward) as grader:
-        reader = SourceReader(config, load_tokenizer(path), grader, lambda text: None)
-        problems, _, counts = reader.read(held_out, data)
-    if any(number for number, _ in counts.left_out()):
-        print(f"note: {data.name}: {printable(str(counts))}", file=sys.stderr)
-    result = evaluate_folder(
-        path,
-        problems,
-        model=config.model,
-        rollout=config.rollout,
-        reward=config.reward,
-        settings=config.evaluate,
-        stop=config.data.stops,
-        seed=config.run.seed,
-        name=held_out.name,
-        played=config if config.environments.is_on else None,
-    )
+    sets, tokenizer = [], load_tokenizer(path)
+    for (held_out, data), own in zip(chosen, configs, strict=True):
+        with Grader(own.reward) as grader:
+            reader = SourceReader(own, tokenizer, grader, lambda text: None)
+            problems, _, counts = reader.read(held_out, data)
+        if any(number for number, _ in counts.left_out()):
+            print(f"note: {data.name}: {printable(str(counts))}", file=sys.stderr)
+        sets.append(HeldOut(name=held_out.name, problems=problems, config=own))
+
+    def found(one: HeldOut, result: Evaluation) -> None:
+        data, out = places[one.name]
+        figures = {"model": model, "data": str(data), **result.to_dict()}
+        _print(arguments, figures, _told(result, data), out)
+
+    places = {one.name: (data, out) for (one, data), out in zip(chosen, outs, strict=True)}
+    evaluate_folder(sets, found)
+    return 0
+
+
+def _told(result: Evaluation, data: Path) -> str:
     form = "" if not result.classes else f"right form {100 * result.format_share:.1f}%, "
     text = (
         f"accuracy {100 * result.accuracy:.1f}% on {result.problems} problems of {data}\n"
@@ -436,8 +470,7 @@ def _one(arguments: argparse.Namespace) -> int:
     if result.classes:
         shares = ", ".join(f"{k} {100 * v:.1f}%" for k, v in result.classes.items())
         text += f"\nform and answer: {shares}"
-    _print(arguments, {"model": model, "data": str(data), **result.to_dict()}, text)
-    return 0
+    return text
 
 
 def _config(
@@ -480,8 +513,8 @@ def _config(
 
 def _held_out(
     arguments: argparse.Namespace, config: Config, folder: RunFolder | None
-) -> tuple[EvalSetConfig, Path]:
-    """The set, and where it is."""
+) -> list[tuple[EvalSetConfig, Path]]:
+    """The sets, and where they are."""
     from ...common.config import EvalSetConfig
 
     if arguments.data:
@@ -490,15 +523,13 @@ def _held_out(
         named = EvalSetConfig(
             path=path, name=place.stem, form=arguments.form, limit=arguments.limit
         )
-        return named, place
+        return [(named, place)]
     if folder is None:
         raise ConfigError("name the problems with --data FILE, or a run with --run DIR")
-    sets = {one.name: one for one in config.data.evaluate}
-    name = arguments.set or next(iter(sets), None)
-    if name not in sets:
-        raise _no_set(arguments, config)
+    sets = _sets(arguments, config)
     # What the command line says stands above the set's own.
     given = {key: (getattr(arguments, key) or (None,))[0] for key in (*_SAMPLING, "template")}
     given |= {"limit": arguments.limit, "samples": arguments.samples}
-    chosen = sets[name].model_copy(update={k: v for k, v in given.items() if v is not None})
-    return chosen, hub.local(chosen.path, folder.resolve(chosen.path), chosen.revision)
+    told = {key: value for key, value in given.items() if value is not None}
+    chosen = [one.model_copy(update=told) for one in (sets if arguments.set else sets[:1])]
+    return [(one, hub.local(one.path, folder.resolve(one.path), one.revision)) for one in chosen]

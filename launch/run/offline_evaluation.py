@@ -48,44 +48,52 @@ def evaluate(
     settings, sets = config.evaluate, config.data.evaluate
     if not sets:
         return []
-    wanted = []
+    results = []
+    told = False
     for when, model, step in (
         *([("before", config.model.path, 0)] if settings.at_start else []),
         *([("after", str(folder.model), last_step)] if settings.at_end else []),
     ):
         done = {one["set_name"] for one in known if one["step"] == step}
-        wanted += [(when, model, step, one.name) for one in sets if one.name not in done]
-    if not wanted:
-        return []
-    say(f"evaluating on {', '.join(dict.fromkeys(name for *_, name in wanted))}")
-    results = []
-    # One after the other: an engine takes the memory of its GPUs for itself.
-    for when, model, step, name in wanted:
-        # The first set's files have the names that they had when it was the only one that was evaluated.
-        own = "" if name == sets[0].name else f"-{name}"
-        process = f"evaluate-{when}{re.sub(r'[^a-zA-Z0-9_.+-]+', '-', own)[:40]}"
-        out = folder.logs / f"{process}-{_digest(config, step, own)}.json"
-        if not out.exists():
+        wanted = [one.name for one in sets if one.name not in done]
+        if wanted and not told:
+            say(f"evaluating on {', '.join(wanted)}")
+            told = True
+        # The first set's file has the name that it had when it was the only one that was evaluated.
+        files = {name: "" if name == sets[0].name else f"-{name}" for name in wanted}
+        outs = {
+            name: folder.logs
+            / f"evaluate-{when}{_in_a_name(own)}-{_digest(config, step, own)}.json"
+            for name, own in files.items()
+        }
+        missing = {name: out for name, out in outs.items() if not out.exists()}
+        if missing:
+            words = ["evaluate", "--run", str(folder.path), "--model", model]
+            for name, out in missing.items():
+                words += ["--set", name, "--out", str(out)]
             spec = ProcessSpec(
-                name=process,
-                arguments=(
-                    *("evaluate", "--run", str(folder.path), "--model", model),
-                    *("--set", name, "--out", str(out)),
-                ),
-                log=folder.logs / f"{process}.log",
+                name=f"evaluate-{when}",
+                arguments=tuple(words),
+                log=folder.logs / f"evaluate-{when}.log",
                 threads=config.rollout.threads,
                 environment=environment(placement),
             )
-            _run(config, folder, spec, out, say)
-        results.append(
+            # One after the other: an engine takes the memory of its GPUs for itself.
+            _run(config, folder, spec, list(missing.values()), say)
+        results += [
             {
                 **read_object(out.read_bytes(), str(out), DataError, f"remove {out}"),
                 "step": step,
                 "set_name": name,
                 "member": "tandem evaluate",
             }
-        )
+            for name, out in outs.items()
+        ]
     return results
+
+
+def _in_a_name(text: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_.+-]+", "-", text)[:40]
 
 
 def _digest(config: Config, step: int, name: str) -> str:
@@ -108,7 +116,11 @@ def environment(placement: Placement) -> Mapping[str, str]:
 
 
 def _run(
-    config: Config, folder: RunFolder, spec: ProcessSpec, out: Path, say: Callable[[str], None]
+    config: Config,
+    folder: RunFolder,
+    spec: ProcessSpec,
+    outs: Sequence[Path],
+    say: Callable[[str], None],
 ) -> None:
     with Supervisor(
         max_failures=1,
@@ -117,7 +129,7 @@ def _run(
         say=say,
     ) as supervisor:
         supervisor.start(Part(name=spec.name, stage=Stage.ROLLOUT, specs=partial(list, [spec])))
-        outcome = supervisor.run_until(out.exists)
+        outcome = supervisor.run_until(lambda: all(out.exists() for out in outs))
     if outcome is not Outcome.FINISHED:
         raise TandemError(
             f"stopped while evaluating; `tandem evaluate --run {shown(folder.path)}` makes up for it"

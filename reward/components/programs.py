@@ -12,6 +12,7 @@ from typing import Any
 from .code import MAX_PROGRAM, last_block
 from .registry import Component, Elsewhere, Graded, register
 
+
 def program(text: str) -> str:
     """The program of a response: the first ``<code>…</code>``, else the last fenced block, else all of it."""
     _, opened, rest = text.partition("<code>")

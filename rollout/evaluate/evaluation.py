@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ...common.config import Config, EvaluateConfig, ModelConfig, RewardConfig, RolloutConfig
+from ...common.config import Config, RewardConfig
 from ...common.errors import DataError, TandemError
 from ...common.records import Problem, Sample, SamplingParams
 from ...replay.evaluating.evaluations import four_classes
@@ -275,69 +275,77 @@ def _flat(
     return flat
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A set that a model folder is evaluated on."""
+
+    name: str
+    """Its name, which also keys the noise."""
+    problems: Sequence[Problem]
+    """Rendered and tokenised with the model's tokenizer."""
+    config: Config
+    """The whole config with the set's own settings (:func:`tandem.common.config.of_set`)."""
+
+
 def evaluate_folder(
-    model_path: str,
-    problems: Sequence[Problem],
+    sets: Sequence[HeldOut],
+    found: Callable[[HeldOut, Evaluation], None],
     *,
-    model: ModelConfig | None = None,
-    rollout: RolloutConfig | None = None,
-    reward: RewardConfig | None = None,
-    settings: EvaluateConfig | None = None,
-    stop: tuple[str, ...] = (),
-    seed: int = 0,
-    name: str = "evaluation",
     max_rows: int = 256,
-    played: Config | None = None,
-) -> Evaluation:
-    """Evaluates a model folder in this process, without a run or Redis.
+) -> None:
+    """Evaluates a model folder in this process, with one engine for all sets, without a run or Redis.
 
     Args:
-        model_path: a Hugging Face folder, a hub name or ``miniature``.
-        problems: rendered and tokenised with that model's tokenizer.
-        model, rollout, reward, settings: sections as in a run's config; defaults if None.
-        stop: strings that end a response.
-        seed: seed of the noise.
-        name: name of the set, which also keys the noise.
+        sets: at least one; their configs have the same model and engine.
+        found: called with each set's result, in their order, before the next set begins.
         max_rows: greatest number of responses generated at a time.
-        played: the whole config where problems are played in its environments; its model is ``model_path``.
 
     Raises:
         ConfigError: an environment can't be loaded.
-        DataError: the folder holds no model, or there are no problems.
+        DataError: the folder holds no model, or a set has no problems.
         TandemError: the environment server has ended.
     """
-    rollout = rollout or RolloutConfig()
-    settings = settings or EvaluateConfig()
-    model = (model or ModelConfig()).model_copy(update={"path": model_path})
+    config = max((one.config for one in sets), key=lambda own: own.rollout.max_new_tokens)
+    prompts = [len(problem.prompt_tokens) for one in sets for problem in one.problems]
+    if config.environments.is_on:
+        prompts.append(config.data.max_prompt_tokens)
 
-    async def run() -> Evaluation:
-        longest = max((len(problem.prompt_tokens) for problem in problems), default=1)
-        if played is not None:
-            longest = max(longest, played.data.max_prompt_tokens)
-        engine = make_engine(model, rollout, max_rows=max_rows, max_prompt_tokens=longest)
+    async def run() -> None:
+        engine = make_engine(
+            config.model,
+            config.rollout,
+            max_rows=max_rows,
+            max_prompt_tokens=max(prompts, default=1),
+        )
         await engine.start()
         try:
-            with Grader(reward or RewardConfig()) as grader:
-
-                def answers(sampler: Engine | Player) -> Coroutine[Any, Any, Evaluation]:
-                    return evaluate(
-                        sampler,
-                        problems,
-                        grader,
-                        temperature=settings.temperature,
-                        top_p=settings.top_p,
-                        samples=settings.samples,
-                        max_new_tokens=rollout.max_new_tokens,
-                        stop=stop,
-                        seed=seed,
-                        name=name,
-                    )
-
-                if played is None:
-                    return await answers(engine)
-                async with playing(engine, played) as (player, server):
-                    return await unless_it_dies(asyncio.create_task(answers(player)), server)
+            for one in sets:
+                found(one, await _evaluated(engine, one))
         finally:
             await engine.close()
 
-    return asyncio.run(run())
+    asyncio.run(run())
+
+
+async def _evaluated(engine: Engine, held_out: HeldOut) -> Evaluation:
+    own = held_out.config
+    with Grader(own.reward) as grader:
+
+        def answers(sampler: Engine | Player) -> Coroutine[Any, Any, Evaluation]:
+            return evaluate(
+                sampler,
+                held_out.problems,
+                grader,
+                temperature=own.evaluate.temperature,
+                top_p=own.evaluate.top_p,
+                samples=own.evaluate.samples,
+                max_new_tokens=own.rollout.max_new_tokens,
+                stop=own.data.stops,
+                seed=own.run.seed,
+                name=held_out.name,
+            )
+
+        if not own.environments.is_on:
+            return await answers(engine)
+        async with playing(engine, own) as (player, server):
+            return await unless_it_dies(asyncio.create_task(answers(player)), server)

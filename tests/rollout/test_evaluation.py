@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.common.config import EvalSetConfig, EvaluateConfig, RewardConfig, RolloutConfig, build
+from tandem.common.config import EvalSetConfig, RewardConfig, build
 from tandem.common.errors import DataError, TandemError
 from tandem.common.models import load_tokenizer
 from tandem.common.records import FinishReason, Problem, Sample, SamplingParams, Verdict
@@ -23,6 +23,7 @@ from tandem.reward.grading import Grade, Grader
 from tandem.rollout.engine import FinishedGroup, GroupRequest
 from tandem.rollout.evaluate.evaluation import (
     Evaluation,
+    HeldOut,
     evaluate,
     evaluate_folder,
     summarise,
@@ -230,31 +231,37 @@ def test_the_shipped_model_does_short_chains_and_no_long_ones(tmp_path: Path) ->
     from tandem.launch.miniature.parquet import table
     from tandem.launch.miniature.problems import distinct
 
+    sizes = {"engine": "torch", "max_new_tokens": 70}
+    config = build({"run": {"steps": 1}, "data": {"train": [{"path": ""}]}, "rollout": sizes}, ())
+    model = config.model.model_copy(update={"path": "miniature"})
+    config = config.model_copy(update={"model": model})
+
     def read(path: Path, limit: int) -> list[Problem]:
-        config = build({"run": {"steps": 1}, "data": {"train": [{"path": ""}]}}, ())
         with Grader(config.reward) as grader:
             reader = SourceReader(config, load_tokenizer("miniature"), grader, lambda text: None)
             held_out = EvalSetConfig(path=str(path), name=path.stem, limit=limit)
             return reader.read(held_out, path)[0]
 
-    found = {}
+    found: dict[str, Evaluation] = {}
+    sets = []
     for k in (2, 8):
         path = tmp_path / f"k{k}.parquet"
         rows = table(distinct(Random(k), k, 60), split="heldout", with_target=False)
         pq.write_table(rows, path)
         problems = read(path, limit=50)
         assert [p.problem_id for p in problems[:2]] == [f"k{k}/0", f"k{k}/1"]
-        found[k] = evaluate_folder(
-            "miniature",
-            problems,
-            rollout=RolloutConfig(engine="torch", max_new_tokens=70),
-            reward=RewardConfig(),
-            settings=EvaluateConfig(),
-        )
-    assert found[2].accuracy > 0.9
-    assert found[8].accuracy < 0.05
-    assert found[2].by_source == {"miniature": found[2].accuracy}
-    assert dataclasses.asdict(found[2])["step"] is None
+        # The second set has shorter responses of its own.
+        rollout = config.rollout.model_copy(update={"max_new_tokens": 70 if k == 2 else 40})
+        own = config.model_copy(update={"rollout": rollout})
+        sets.append(HeldOut(name=path.stem, problems=problems, config=own))
+    evaluate_folder(sets, lambda one, result: found.__setitem__(one.name, result))
+    assert list(found) == ["k2", "k8"]
+    short, long = found.values()
+    assert short.accuracy > 0.9
+    assert long.accuracy < 0.05
+    assert max(len(sample.tokens) for sample, _ in long.responses) <= 40
+    assert short.by_source == {"miniature": short.accuracy}
+    assert dataclasses.asdict(short)["step"] is None
 
 
 def _chains(path: Path, count: int) -> Path:

@@ -39,6 +39,9 @@ def test_its_metrics_are_sent(older: RunFolder, capsys: pytest.CaptureFixture[st
 def test_its_held_out_sets_are_known(older: RunFolder) -> None:
     with pytest.raises(ConfigError, match="--set other: the run has heldout"):
         dispatch(["evaluate", "--run", str(older.path), "--set", "other"])
+    words = ["evaluate", "--run", str(older.path), "--model", "miniature", "--set", "heldout"]
+    with pytest.raises(ConfigError, match="--out comes 2 times, and 1 set is evaluated"):
+        dispatch([*words, "--out", "a.json", "--out", "b.json"])
 
 
 def test_its_model_is_served(older: RunFolder) -> None:

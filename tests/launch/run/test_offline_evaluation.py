@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -48,11 +48,15 @@ def test_what_was_computed_before_a_failure_stays(tmp_path: Path) -> None:
 
 
 def in_this_process(
-    config: Config, folder: RunFolder, spec: ProcessSpec, out: Path, say: Callable[[str], None]
+    config: Config,
+    folder: RunFolder,
+    spec: ProcessSpec,
+    outs: Sequence[Path],
+    say: Callable[[str], None],
 ) -> None:
     """The words of an evaluation's process; whole offline runs (tests/e2e) start the process itself."""
     assert dispatch(spec.arguments) == 0
-    assert out.exists()
+    assert all(out.exists() for out in outs)
 
 
 def test_every_set_is_evaluated_and_what_is_known_of_one_is_not_computed_again(
