@@ -59,7 +59,7 @@ class Recording(Store):
 
     def batch(self, commands: Any, **kwargs: Any) -> list[Any]:
         answers = super().batch(commands, **kwargs)
-        if self._made and self._made[-1][1] is commands[-1]:
+        if commands and self._made and self._made[-1][1] is commands[-1]:
             self._tell(*self._made[-1], answers[-1])
         self._made.clear()
         return answers
