@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -25,6 +26,19 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     The constructor checks no types. A field without a default is required.
     """
+
+
+def for_json(value: Any) -> Any:
+    """A copy with None for numbers that JSON can't write, and plain numbers for NumPy's and torch's."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): for_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [for_json(inner) for inner in value]
+    if hasattr(value, "item"):
+        return for_json(value.item())
+    return value
 
 
 def reason(error: Exception, name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any, TextIO
 
 from . import disk
 from .errors import DataError
-from .plain import read_object
+from .plain import for_json, read_object
 from .printable import PrintableStream, printable, raw
 
 
@@ -61,7 +60,7 @@ class JsonLines:
         """
         # Escapes make the file safe to show in a terminal, and also cover half surrogate pairs, which
         # have no bytes in UTF-8.
-        line = printable(json.dumps(_finite(record), ensure_ascii=False))
+        line = printable(json.dumps(for_json(record), ensure_ascii=False))
         if isinstance(self._file, FileIO):
             disk.append(self._file, line.encode() + b"\n", self._path)
             return
@@ -96,18 +95,6 @@ def _drop_cut_line(path: Path) -> None:
             file.truncate(kept)
         else:
             file.write(b"\n")  # only the end of the line was lost
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    if hasattr(value, "item"):
-        return _finite(value.item())
-    return value
 
 
 def read_json_lines(

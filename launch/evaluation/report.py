@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from ...common.errors import DataError
+from ...common.plain import for_json
 from ...common.run_folder import write_atomic
 from ...replay.evaluating.evaluated import Cell, EvaluationFolder
 from ...rollout.evaluate import scores
@@ -27,7 +28,7 @@ def summarise(folder: EvaluationFolder) -> dict[str, Any]:
         "cells": [
             {
                 **structs.asdict(cell),
-                "figures": scores.plain(scores.summary(folder.samples(cell.name), seed=cell.seed)),
+                "figures": for_json(scores.summary(folder.samples(cell.name), seed=cell.seed)),
             }
             for cell in cells
         ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...common.plain import for_json
 from ...common.records import FinishReason, Sample
 from ..engine import Likeliest
 from .chat import Answer
@@ -60,7 +60,7 @@ def _json(value: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
-        return json.dumps(finite(value)).encode()
+        return json.dumps(for_json(value)).encode()
 
 
 def error(status: int, message: str, code: str) -> web.Response:
@@ -315,14 +315,3 @@ async def send(
     last = {k: v for k, v in body.items() if k not in ("choices", "object")}
     kind = body["object"] + (".chunk" if body["object"] == "chat.completion" else "")
     return await stream.end(_json({**last, "object": kind, "choices": []}))
-
-
-def finite(value: Any) -> Any:
-    """The same value with null for numbers that JSON can't write."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [finite(one) for one in value]
-    return value

@@ -7,7 +7,7 @@ on the order of the samples beyond their numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -316,14 +316,3 @@ def compare(first: Sequence[Group], second: Sequence[Group], *, seed: int = 0) -
     if all(len(group) == 1 for group in (*first, *second)):
         found["mcnemar_p"] = mcnemar(found["worse"], found["better"])
     return found
-
-
-def plain(value: Any) -> Any:
-    """A copy in which NaN is None, for JSON."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    return value
