@@ -53,6 +53,16 @@ VLLM_COLDEST = 0.01
 """The lowest temperature above 0 at which vLLM samples."""
 
 
+def too_cold(key: str, temperature: float) -> str | None:
+    """Why vLLM can't sample at the temperature that ``key`` asks for; None if it can."""
+    if not 0 < temperature < VLLM_COLDEST:
+        return None
+    return (
+        f"{key}={temperature:g} is less than vLLM samples at, and it would sample at {VLLM_COLDEST:g} without "
+        f"saying so"
+    )
+
+
 def _no_settings(args: Mapping[str, Any]) -> Mapping[str, Any]:
     """Checks that vLLM's arguments include none that Tandem sets itself."""
     for name in args:

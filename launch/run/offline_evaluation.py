@@ -48,17 +48,17 @@ def evaluate(
     settings, sets = config.evaluate, config.data.evaluate
     if not sets:
         return []
-    results = []
-    told = False
+    models = []
     for when, model, step in (
         *([("before", config.model.path, 0)] if settings.at_start else []),
         *([("after", str(folder.model), last_step)] if settings.at_end else []),
     ):
         done = {one["set_name"] for one in known if one["step"] == step}
-        wanted = [one.name for one in sets if one.name not in done]
-        if wanted and not told:
-            say(f"evaluating on {', '.join(wanted)}")
-            told = True
+        models.append((when, model, step, [one.name for one in sets if one.name not in done]))
+    if names := dict.fromkeys(name for *_, wanted in models for name in wanted):
+        say(f"evaluating on {', '.join(names)}")
+    results = []
+    for when, model, step, wanted in models:
         # The first set's file has the name that it had when it was the only one that was evaluated.
         files = {name: "" if name == sets[0].name else f"-{name}" for name in wanted}
         outs = {

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from ...common.config.learner import LoraConfig
-from ...common.config.rollout import VLLM_COLDEST
+from ...common.config.rollout import too_cold
 from ...common.errors import TandemError
 from ...common.records import Float32Array, Int32Array, Version
 from ...common.seeds import keyed_seed
@@ -268,13 +268,11 @@ class VllmEngine:
     async def _submit(self, groups: list[_Running]) -> None:
         enter(groups, self._groups)
         for group in groups:
-            group.error = self.broken or refusal(group.request, self._facts)
-            temperature = group.request.sampling.temperature
-            if group.error is None and 0 < temperature < VLLM_COLDEST:
-                group.error = (
-                    f"temperature={temperature:g} is less than vLLM samples at, and it would sample at "
-                    f"{VLLM_COLDEST:g} without saying so"
-                )
+            group.error = (
+                self.broken
+                or refusal(group.request, self._facts)
+                or too_cold("temperature", group.request.sampling.temperature)
+            )
             if group.error is not None or group.request.count == 0:
                 self._deliver(group)
             elif self._may_begin(group):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..rollout import VLLM_COLDEST, may_be_vllm
+from ..rollout import VLLM_COLDEST, may_be_vllm, too_cold
 from ..tree import Config
 from ..weights import LOADS_BY
 from .updates import Rule
@@ -59,13 +59,10 @@ def _coldest(config: Config) -> str | None:
     if config.learner.source == "ledger":
         asked["rollout.temperature"] = config.rollout.temperature
     for key, value in asked.items():
-        if value is None or not 0 < value < VLLM_COLDEST:
+        if value is None or (why := too_cold(key, value)) is None:
             continue
         greedy = "" if key == "rollout.temperature" else ", to 0 for the likeliest tokens"
-        return (
-            f"{key}={value:g} is less than vLLM samples at, and it would sample at {VLLM_COLDEST:g} without "
-            f"saying so: set it to {VLLM_COLDEST:g} or more{greedy}, or set rollout.engine=torch"
-        )
+        return f"{why}: set it to {VLLM_COLDEST:g} or more{greedy}, or set rollout.engine=torch"
     return None
 
 
