@@ -168,13 +168,13 @@ class Store:
             return []
         return self.persist(f"{len(commands)} commands", attempt, deadline)
 
-    def answers(self, commands: Sequence[Command], *, deadline: float = DEADLINE) -> list[Any]:
+    def answers(self, commands: Sequence[Command]) -> list[Any]:
         """:meth:`batch` of commands none of which may fail.
 
         Raises:
             StoreError: the first one's that did; or see :meth:`batch`.
         """
-        results = self.batch(commands, deadline=deadline)
+        results = self.batch(commands)
         for result in results:
             if isinstance(result, Exception):
                 raise readable_error(result, self.address)
