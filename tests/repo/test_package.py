@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -223,6 +225,20 @@ def requirements() -> list[Requirement]:
         lines += extra
     found = [Requirement(line) for line in lines]
     return [requirement for requirement in found if requirement.name != project["name"]]
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_the_set_up_of_a_gpu_host_has_a_solution(version: str, tmp_path: Path) -> None:
+    uv = shutil.which("uv") or shutil.which("uv", path=Path(sys.executable).parent)
+    assert uv, "the set-up brings uv: bash launch/setup.sh --dev"
+    command = [uv, "pip", "compile", ROOT / "pyproject.toml", "-c", ROOT / "constraints.txt"]
+    command += ["--extra", "gpu", "--python-version", version]
+    command += ["--python-platform", "x86_64-unknown-linux-gnu"]
+    found = subprocess.run(
+        [*command, "-q", "-o", tmp_path / "found.txt"], capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stderr
+    assert re.search(r"^vllm==", (tmp_path / "found.txt").read_text(), re.MULTILINE)
 
 
 def test_every_direct_dependency_is_pinned_within_its_range() -> None:
