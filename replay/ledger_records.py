@@ -65,6 +65,8 @@ class LedgerSettings:
     """Worst case of one group's payload in bytes, for stopping leases before Redis is full."""
     dynamic_sampling: int = 0
     """Groups without a signal that a row may leave out, see :func:`~tandem.replay.rules.cutting.cut`."""
+    mean_rewards: tuple[float, float] | None = None
+    """Bounds of a group's mean reward; a group beyond them counts as one without a signal."""
     offline: bool = False
     """Whether training doesn't use the ledger: nothing is leased, and a reply says why."""
 
@@ -93,6 +95,7 @@ class LedgerSettings:
             max_inflight=replay.max_inflight,
             group_bytes=group_bytes(config),
             dynamic_sampling=replay.dynamic_sampling,
+            mean_rewards=replay.dynamic_sampling_means,
             offline=config.learner.source == "offline",
         )
 
@@ -120,6 +123,7 @@ class LedgerSettings:
     def changeable_fields(self) -> dict[str, str]:
         """The changeable settings as stored in Redis."""
         length = self.order().pass_length
+        least, greatest = map(repr, self.mean_rewards) if self.mean_rewards else ("", "")
         return {
             "steps": str(self.steps or 0),
             "passes": str(self.passes or 0),
@@ -129,12 +133,15 @@ class LedgerSettings:
             "max_inflight": str(self.max_inflight),
             "group_bytes": str(self.group_bytes),
             "dynamic_sampling": str(self.dynamic_sampling),
+            "least_mean": least,
+            "greatest_mean": greatest,
             "offline": str(int(self.offline)),
         }
 
     @classmethod
     def from_fields(cls, stored: Mapping[str, str]) -> LedgerSettings:
         """The inverse of the two methods above."""
+        means = [stored.get(name, "") for name in ("least_mean", "greatest_mean")]
         return cls(
             sources=tuple((n, s, w) for n, s, w in json.loads(stored["sources"])),
             seed=int(stored["seed"]),
@@ -155,6 +162,7 @@ class LedgerSettings:
             max_inflight=int(stored["max_inflight"]),
             group_bytes=int(stored["group_bytes"]),
             dynamic_sampling=int(stored.get("dynamic_sampling", "0")),
+            mean_rewards=(float(means[0]), float(means[1])) if all(means) else None,
             offline=bool(int(stored["offline"])),
         )
 

@@ -49,6 +49,8 @@ class Payload:
             for place in own_rows
             if (reward := group.samples[place].reward) is not None and math.isfinite(reward)
         ]
+        # Of a reward that is no number, no mean is known.
+        known = bool(rewards) and len(rewards) == len(own_rows)
         oldest = group.oldest_step
         figures = (
             serial,
@@ -59,6 +61,7 @@ class Payload:
             len(group.samples),
             repr(float(min(rewards))) if rewards else "",
             repr(float(max(rewards))) if rewards else "",
+            repr(float(sum(rewards))) if known else "",
             json.dumps(group.trace_ids),
             sum(sample.verdict is Verdict.CORRECT for sample in group.samples),
             json.dumps(own_rows),

@@ -30,6 +30,9 @@ class ReplayConfig(Section):
     dynamic_sampling: NonNegative = 0
     """Greatest number of groups without a signal (all rows have the same reward) that a step leaves out, so that
     later groups take their places (DAPO's dynamic sampling, arXiv 2503.14476 eq. 11); 0 = every group is trained on."""
+    dynamic_sampling_means: tuple[float, float] | None = None
+    """Least and greatest mean reward of a group's rows, expert rows included; a group beyond them gives way like one
+    without a signal (PRIME filters by accuracy so, arXiv 2502.01456). None = any mean."""
     lease_seconds: Seconds = 120.0
     """A lease that isn't renewed for this long goes to the next worker."""
     group_deadline_seconds: Seconds = 1800.0

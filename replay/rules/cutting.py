@@ -46,21 +46,25 @@ def must_not_pass_over(
 
 
 def has_no_signal(
-    least: float | None, greatest: float | None, of_traces: Sequence[float | None]
+    rewards: Sequence[float],
+    of_traces: Sequence[float | None],
+    means: tuple[float, float] | None = None,
 ) -> bool:
-    """Whether all rows of a group have one reward, so that none has an advantage over the others.
+    """Whether all rows of a group have one reward, so that none has an advantage over the others, or their mean is
+    out of bounds.
 
     Args:
-        least: of its own samples; None if none has a reward.
-        greatest: likewise.
+        rewards: of its own samples with a verdict. Of a group without any it isn't said.
         of_traces: rewards of its expert rows. Of a reward that isn't known (None) it isn't said.
+        means: least and greatest mean of all of them that a group may have; None = any.
     """
-    if least is None or greatest is None:
-        return False
     known = [reward for reward in of_traces if reward is not None]
-    if len(known) < len(of_traces):
+    if not rewards or len(known) < len(of_traces):
         return False
-    return max([greatest, *known]) - min([least, *known]) <= EQUAL_REWARDS
+    if max([*rewards, *known]) - min([*rewards, *known]) <= EQUAL_REWARDS:
+        return True
+    mean = (sum(rewards) + sum(known)) / (len(rewards) + len(known))
+    return means is not None and not (means[0] - EQUAL_REWARDS <= mean <= means[1] + EQUAL_REWARDS)
 
 
 def asked_for(step: int, journalled: int) -> Literal["again", "next", "refused"]:

@@ -58,6 +58,8 @@ class Limits:
     """G."""
     dynamic_sampling: int = 0
     """Groups without a signal that a row may leave out."""
+    mean_rewards: tuple[float, float] | None = None
+    """Bounds of a group's mean reward, beyond which it counts as one of them; None = any mean."""
     seed: int = 0
     """The run's seed, which keys what :func:`~tandem.replay.rules.mixing.mix` draws."""
     traces_when: str = "always"

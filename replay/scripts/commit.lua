@@ -1,13 +1,13 @@
 -- commit: leased | admitted (expired, not leased again) -> graded, or -> rejected(ungraded), of each
 -- of some groups.
--- ARGV, twelve for each group: serial, attempt, digest, bytes, oldest step ('' = no own token),
--- samples, least and greatest reward ('' = none), JSON of trace ids, own correct verdicts, JSON of
--- the places of samples with a verdict, payload ('' = it was put before this call, with a time to
--- live).
+-- ARGV, thirteen for each group: serial, attempt, digest, bytes, oldest step ('' = no own token),
+-- samples, least and greatest reward and the sum of all rewards ('' = none), JSON of trace ids, own
+-- correct verdicts, JSON of the places of samples with a verdict, payload ('' = it was put before
+-- this call, with a time to live).
 -- After: the payload stays; the group is in graded and ages.
 -- Answer: '{"words": [...]}', one for each group: "committed", "duplicate", "superseded" or
 -- "rejected <why>", all final; or "resend" where the payload isn't there (the group hasn't changed).
-local FIELDS, MOST_GROUPS = 12, 64
+local FIELDS, MOST_GROUPS = 13, 64
 local function reward(i, name)
   local value = ARGV[i]
   if value == '' then return nil end
@@ -28,20 +28,20 @@ for at = 3, #ARGV, FIELDS do
     or hexadecimal(at + 2, 'digest') or whole(at + 3, 'bytes')
     or (ARGV[at + 4] ~= '' and whole(at + 4, 'oldest step')) or whole(at + 5, 'samples')
     or reward(at + 6, 'least reward') or reward(at + 7, 'greatest reward')
-    or labels(at + 8, 'trace ids')
+    or reward(at + 8, 'sum of rewards') or labels(at + 9, 'trace ids')
   if wrong then return wrong end
   local samples = tonumber(ARGV[at + 5])
-  wrong = whole(at + 9, 'own correct verdicts', 0, samples)
+  wrong = whole(at + 10, 'own correct verdicts', 0, samples)
   if wrong then return wrong end
-  local own_rows = decoded(ARGV[at + 10], '[')
+  local own_rows = decoded(ARGV[at + 11], '[')
   if not are_places(own_rows) or (own_rows[#own_rows] or -1) >= samples then
-    return unfit(at + 10, 'own rows', 'a JSON list of places of ' .. samples .. ' samples, ascending')
+    return unfit(at + 11, 'own rows', 'a JSON list of places of ' .. samples .. ' samples, ascending')
   end
   groups[#groups + 1] = {
     serial = tonumber(ARGV[at]), attempt = tonumber(ARGV[at + 1]), digest = ARGV[at + 2],
     bytes = ARGV[at + 3], oldest = ARGV[at + 4], samples = ARGV[at + 5], least = ARGV[at + 6],
-    greatest = ARGV[at + 7], traces = ARGV[at + 8], correct = ARGV[at + 9],
-    own_rows = ARGV[at + 10], payload = ARGV[at + 11], verdicts = #own_rows,
+    greatest = ARGV[at + 7], total = ARGV[at + 8], traces = ARGV[at + 9], correct = ARGV[at + 10],
+    own_rows = ARGV[at + 11], payload = ARGV[at + 12], verdicts = #own_rows,
   }
 end
 local given = first_answer()
@@ -94,7 +94,8 @@ local function commit(group)
   end
   redis.call('hset', name, 'state', 'graded', 'digest', group.digest, 'bytes', group.bytes,
     'samples', group.samples, 'least', group.least, 'greatest', group.greatest,
-    'traces', group.traces, 'correct', group.correct)
+    'total', group.total, 'rewards', group.verdicts, 'traces', group.traces,
+    'correct', group.correct)
   -- Long lists make a hash large, and only the draw of who gives way asks for this one.
   if m.traces_when == 'all_failed' then redis.call('hset', name, 'own_rows', group.own_rows) end
   return 'committed', 'graded'

@@ -25,6 +25,11 @@ local function is_sources(value)
   end
   return n > 0, 'a JSON list of [name, problems, weight]'
 end
+-- A reward, or nothing.
+local function is_mean(value)
+  return value == '' or (#value < 33 and string.find(value, '^%-?%d+%.?%d*e?[+-]?%d*$')
+    and math.abs(tonumber(value) or math.huge) < math.huge), 'a finite number or nothing'
+end
 local FROZEN = {
   sources = is_sources, data_digest = is_text, group_size = is_whole(1), window = is_whole(1),
   groups_per_step = is_whole(1, 1048576), max_staleness = is_whole(0), max_attempts = is_whole(1),
@@ -41,7 +46,7 @@ local CHANGEABLE = {
   steps = is_whole(0), passes = is_whole(0), total_groups = is_whole(0, MOST_SERIAL + 1),
   lease_ms = is_whole(0, 1e13), group_deadline_ms = is_whole(0, 1e13),
   max_inflight = is_whole(1), group_bytes = is_whole(0), offline = is_whole(0, 1),
-  dynamic_sampling = is_whole(0),
+  dynamic_sampling = is_whole(0), least_mean = is_mean, greatest_mean = is_mean,
 }
 
 -- A refusal where the fields aren't exactly those named, each with a value that fits.

@@ -238,7 +238,8 @@ local NUMBERS = {
   max_staleness = true, window = true, lease_ms = true, group_deadline_ms = true,
   max_attempts = true, max_inflight = true, steps = true, total_groups = true,
   pass_length = true, group_bytes = true, offline = true, least_verdicts = true,
-  group_size = true, dynamic_sampling = true, left_out = true,
+  group_size = true, dynamic_sampling = true, left_out = true, least_mean = true,
+  greatest_mean = true,
 }
 local function meta(...)
   local names = {...}

@@ -2,7 +2,8 @@
 -- ARGV: 3 step n, 4 term.
 -- Before: the caller has the newest term; n <= J + 1.
 -- n <= J: the row, without a sweep. n = J + 1: sweeps (graded groups that are too old become
--- rejected(stale, n), and up to a limit those in which all rows have one reward rejected(no_signal, n))
+-- rejected(stale, n), and up to a limit those in which all rows have one reward, or whose mean reward
+-- is out of bounds, rejected(no_signal, n))
 -- and cuts the B first groups; J becomes n. Nothing else is written where too few are left, or where
 -- the cut would pass over more than the window allows.
 -- Answer: '{"row": ..., "quarantined": ...}', '{"waiting": ...}' or '{"ended": true}'.
@@ -10,7 +11,8 @@ local wrong = called('take', 4) or whole(3, 'step') or whole(4, 'term')
 if wrong then return wrong end
 local m, missing = meta('term', 'journalled', 'cursor', 'trimmed', 'groups_per_step',
   'max_staleness', 'window', 'late', 'max_attempts', 'steps', 'total_groups', 'pass_length',
-  'ended', 'state', 'traces_when', 'group_size', 'seed', 'dynamic_sampling', 'left_out')
+  'ended', 'state', 'traces_when', 'group_size', 'seed', 'dynamic_sampling', 'least_mean',
+  'greatest_mean', 'left_out')
 if not m then return missing end
 local step = tonumber(ARGV[3])
 local refused = fenced(m.term, ARGV[4])
@@ -55,22 +57,28 @@ local function entering(traces, correct)
   return traces
 end
 
--- Whether all rows of a graded group have one reward, those of its traces included. Of a reward that
--- isn't known it isn't said.
+-- Whether all rows of a graded group have one reward, those of its traces included, or their mean is
+-- out of bounds. Of a reward that isn't known it isn't said.
 local EQUAL_REWARDS = 1e-6
 local function has_no_signal(serial)
-  local known = redis.call('hmget', group_key(serial), 'least', 'greatest', 'traces', 'correct')
+  local known = redis.call('hmget', group_key(serial), 'least', 'greatest', 'traces', 'correct',
+    'total', 'rewards')
   local least, greatest = tonumber(known[1] or ''), tonumber(known[2] or '')
   if not least or not greatest then return false end
+  local total, count = tonumber(known[5] or ''), tonumber(known[6] or '')
   local traces = cjson.decode(entering(known[3], known[4]))
   if #traces > 0 then
     for _, reward in ipairs(redis.call('hmget', key('trace_rewards'), unpack(traces))) do
       reward = tonumber(reward or '')
       if not reward then return false end
       least, greatest = math.min(least, reward), math.max(greatest, reward)
+      if total then total, count = total + reward, count + 1 end
     end
   end
-  return greatest - least <= EQUAL_REWARDS
+  if greatest - least <= EQUAL_REWARDS then return true end
+  if not total or not m.least_mean then return false end
+  local mean = total / count
+  return mean < m.least_mean - EQUAL_REWARDS or mean > m.greatest_mean + EQUAL_REWARDS
 end
 
 -- Dynamic sampling: groups that teach nothing give way to later ones. Only those that a cut may come

@@ -614,6 +614,33 @@ def test_groups_without_a_signal_are_left_out_only_where_they_teach_nothing(
     build("replay.dynamic_sampling=4", "learner.source=offline", "learner.objective.advantage=none")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["replay.dynamic_sampling=4", "replay.dynamic_sampling_means=[0.8,0.2]"],
+            "leaves no group",
+        ),
+        (["replay.dynamic_sampling_means=[0.2,0.8]"], "set replay.dynamic_sampling to"),
+        (["replay.dynamic_sampling=4", "replay.dynamic_sampling_means=[0.2]"], "field required"),
+        (["replay.dynamic_sampling=4", "replay.dynamic_sampling_means=[0,.inf]"], "finite"),
+        (
+            [
+                "replay.dynamic_sampling=4",
+                "replay.dynamic_sampling_means=[0.2,0.8]",
+                "expert.per_group=1",
+                "expert.when=all_failed",
+            ],
+            "set one of the two to its default",
+        ),
+    ],
+)
+def test_bounds_of_the_mean_reward_that_cannot_hold_are_refused(overrides: list[str], told: str):
+    with pytest.raises(ConfigError, match=told):
+        build(*overrides)
+    build("replay.dynamic_sampling=4", "replay.dynamic_sampling_means=[0.2,0.8]")
+
+
 def test_where_traces_enter_after_grading_all_own_samples_are_asked_for():
     config = build("rollout.group_size=2", "expert.per_group=1", "expert.when=all_failed")
     assert own_rows(config) == 2

@@ -115,6 +115,7 @@ def run_settings(draw: st.DrawFn) -> dict[str, Any]:
         "group_deadline_seconds": draw(st.sampled_from([4.0, 25.0])),
         "max_inflight": draw(st.sampled_from([100] * 5 + [2])),
         "dynamic_sampling": draw(st.sampled_from([0, 1, 3])),
+        "mean_rewards": draw(st.sampled_from([None, (0.1, 1.0), (0.25, 0.3), (0.0, 0.2)])),
         "group_bytes": 100,
         # Fields of the final states are kept in buckets of 256.
         "cursor": draw(st.sampled_from([0, 0, 254])),
@@ -246,6 +247,7 @@ class LedgerMachine(RuleBasedStateMachine):
             least_verdicts=s.least_verdicts,
             group_size=s.group_size,
             dynamic_sampling=s.dynamic_sampling,
+            mean_rewards=s.mean_rewards,
             seed=s.seed,
             traces_when=s.traces_when,
             max_inflight=s.max_inflight,

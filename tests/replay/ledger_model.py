@@ -397,9 +397,9 @@ class LedgerModel:
         when = self.limits.traces_when
         enter = group.traces if when == "always" or not group.correct else ()
         return cutting.has_no_signal(
-            min(group.rewards, default=None),
-            max(group.rewards, default=None),
+            group.rewards,
             [self.trace_rewards.get(name) for name in enter],
+            self.limits.mean_rewards,
         )
 
     def _open(self, step: int) -> list[int]:

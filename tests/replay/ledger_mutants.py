@@ -251,6 +251,14 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if false then\n      rank",
     ),
     "a group with a signal is left out": ("take", "greatest - least <= EQUAL_REWARDS", "true"),
+    "a mean that is too low is kept": ("take", "mean < m.least_mean - EQUAL_REWARDS or ", ""),
+    "a mean that is too high is kept": ("take", " or mean > m.greatest_mean + EQUAL_REWARDS", ""),
+    "a bound itself is out": ("take", "m.least_mean - EQUAL_REWARDS", "m.least_mean + 0.001"),
+    "the mean leaves out traces": (
+        "take",
+        "total, count = total + reward, count + 1",
+        "total = total",
+    ),
     "rewards of traces are not looked at": ("take", "if #traces > 0 then", "if false then"),
     "a reward that is not known is equal": (
         "take",

@@ -89,6 +89,41 @@ def test_expert_rows_count(
     assert row.left_out == left_out
 
 
+@pytest.mark.parametrize(
+    ("means", "kept"),
+    [
+        ((0.2, 0.8), (1, 2)),
+        ((0.25, 0.5), (1, 2)),
+        ((0.0, 0.3), (0, 1)),
+        ((0.5, 1.0), (2, 3)),
+        (None, (0, 1)),
+    ],
+)
+def test_a_group_whose_mean_reward_is_out_of_bounds_gives_way(
+    world: Any, make: Any, means: tuple[float, float] | None, kept: tuple[int, int]
+) -> None:
+    w = world(groups_per_step=2, max_staleness=3, dynamic_sampling=4, mean_rewards=means)
+    ids = commit(w, make, "wwwwwwwc", "wcww", "cwcw", "cccccccw")
+    row = w.ledger.take(1, w.term)
+    assert [entry.group_id for entry in row.ids] == [ids[place] for place in kept]
+    assert row.left_out == sum(place not in kept for place in range(kept[1]))
+
+
+def test_expert_rows_count_in_the_mean(world: Any, make: Any) -> None:
+    w = world(groups_per_step=1, max_staleness=3, dynamic_sampling=4, mean_rewards=(0.2, 0.7))
+    w.store.redis.hset(w.store.key("trace_rewards"), "a/1#0", "1.0")
+    # With the trace: means of 0.75, 0.5.
+    ids = commit(w, make, "ccw", "cww", traces=("a/1#0",))
+    assert [entry.group_id for entry in w.ledger.take(1, w.term).ids] == ids[1:]
+
+
+def test_a_group_that_was_committed_without_its_sum_is_kept(world: Any, make: Any) -> None:
+    w = world(groups_per_step=1, max_staleness=3, dynamic_sampling=4, mean_rewards=(0.4, 0.6))
+    ids = commit(w, make, "wwwc", "cw")
+    w.store.redis.hdel(w.store.key("group:0"), "total", "rewards")
+    assert [entry.group_id for entry in w.ledger.take(1, w.term).ids] == ids[:1]
+
+
 def test_a_trace_whose_reward_is_not_known_keeps_its_group(world: Any, make: Any) -> None:
     w = world(groups_per_step=2, max_staleness=3, dynamic_sampling=4)
     commit(w, make, "cc", "ww", traces=("a/1#0",))
@@ -115,11 +150,16 @@ def test_the_limit_may_change_and_older_ledgers_have_none(world: Any) -> None:
     fields = {name: getattr(w.settings, name) for name in w.settings.__slots__}
     assert not w.ledger.create(LedgerSettings(**{**fields, "dynamic_sampling": 0}))
     assert w.ledger.settings.dynamic_sampling == 0
-    w.store.redis.hdel(w.store.key("meta"), "dynamic_sampling")
-    assert Ledger(w.store, "third").settings.dynamic_sampling == 0
+    w.ledger.create(LedgerSettings(**{**fields, "mean_rewards": (-0.5, 1.0)}))
+    assert Ledger(w.store, "another").settings.mean_rewards == (-0.5, 1.0)
+    w.store.redis.hdel(w.store.key("meta"), "dynamic_sampling", "least_mean", "greatest_mean")
+    older = Ledger(w.store, "third").settings
+    assert (older.dynamic_sampling, older.mean_rewards) == (0, None)
     assert isinstance(w.ledger.take(1, w.term), Waiting)
 
 
 def test_a_negative_limit_is_refused(world: Any) -> None:
     with pytest.raises(StoreError, match="dynamic_sampling"):
         world(dynamic_sampling=-1)
+    with pytest.raises(StoreError, match="greatest_mean is 'inf'"):
+        world(mean_rewards=(0.0, float("inf")))

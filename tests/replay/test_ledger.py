@@ -283,6 +283,7 @@ def test_a_commit_stores_least_and_greatest_reward_and_the_oldest_step(world: Wo
     w.commit([lease], samples=samples[:2])
     stored = w.store.redis.hgetall(w.store.key("group:0"))
     assert (float(stored[b"least"]), float(stored[b"greatest"])) == (0.25, 0.75)
+    assert (float(stored[b"total"]), int(stored[b"rewards"])) == (1.0, 2)
     assert w.store.redis.zscore(w.store.key("ages"), "0") == 2
 
 

@@ -149,21 +149,38 @@ def test_a_lease_that_a_row_would_make_too_old_holds_it_or_is_revoked():
 
 
 @pytest.mark.parametrize(
-    ("least", "greatest", "traces", "none"),
+    ("rewards", "traces", "none"),
     [
-        (0.0, 0.0, [], True),
-        (0.3, 0.3000005, [], True),
-        (0.3, 0.301, [], False),
-        (1.0, 1.0, [1.0], True),
-        (0.0, 0.0, [1.0], False),  # an expert can help where all failed
-        (1.0, 1.0, [None], False),
-        (None, None, [], False),
+        ((0.0, 0.0), [], True),
+        ((0.3, 0.3000005), [], True),
+        ((0.3, 0.301), [], False),
+        ((1.0,), [1.0], True),
+        ((0.0, 0.0), [1.0], False),  # an expert can help where all failed
+        ((1.0, 1.0), [None], False),
+        ((), [], False),
     ],
 )
 def test_a_group_has_no_signal_where_all_rows_have_one_reward(
-    least: float | None, greatest: float | None, traces: list[float | None], none: bool
+    rewards: tuple[float, ...], traces: list[float | None], none: bool
 ):
-    assert cutting.has_no_signal(least, greatest, traces) is none
+    assert cutting.has_no_signal(rewards, traces) is none
+
+
+@pytest.mark.parametrize(
+    ("rewards", "traces", "none"),
+    [
+        ((1.0, 0.0, 0.0, 0.0, 0.0), [], False),  # a mean of 0.2, the bound itself
+        ((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), [], True),
+        ((0.0, 1.0, 1.0, 1.0), [], False),
+        ((0.0, 1.0, 1.0, 1.0), [1.0, 1.0], True),  # the traces lift it over 0.8
+        ((0.5, 0.5), [], True),
+        ((1.0, 0.0, 0.0, 0.0, 0.0, 0.0), [None], False),
+    ],
+)
+def test_a_group_whose_mean_reward_is_out_of_bounds_has_no_signal(
+    rewards: tuple[float, ...], traces: list[float | None], none: bool
+):
+    assert cutting.has_no_signal(rewards, traces, (0.2, 0.8)) is none
 
 
 def test_groups_without_a_signal_give_way_to_later_ones_up_to_a_limit():

@@ -134,8 +134,24 @@ def _traces_after_grading(config: Config) -> str | None:
 
 def _dynamic_sampling(config: Config) -> str | None:
     objective, most = config.learner.objective, config.replay.dynamic_sampling
+    means = config.replay.dynamic_sampling_means
+    if means and means[0] > means[1]:
+        return (
+            f"replay.dynamic_sampling_means={list(means)} leaves no group: give the least mean reward first, "
+            f"then the greatest"
+        )
+    if means and not most and _online(config):
+        return (
+            f"replay.dynamic_sampling_means={list(means)} has no effect while no group may be left out: set "
+            f"replay.dynamic_sampling to the greatest number of groups a step that may be"
+        )
     if not most or not _online(config):
         return None
+    if means and config.expert.per_group and config.expert.when == "all_failed":
+        return (
+            f"replay.dynamic_sampling_means={list(means)} compares the mean reward of a group's rows before any of "
+            f"them gives way to a trace, as expert.when=all_failed has it: set one of the two to its default"
+        )
     said = f"replay.dynamic_sampling={most} leaves out groups whose rows all have one reward, and "
     name = f"learner.objective.name={objective.name}"
     if objective.least_verdicts < 2:

@@ -36,7 +36,7 @@ CHANGEABLE: tuple[str, ...] = (
     "model.kernels",
     "replay.redis_*",
     "replay.durability",
-    "replay.dynamic_sampling",
+    "replay.dynamic_sampling*",
     "replay.lease_seconds",
     "replay.group_deadline_seconds",
     "replay.max_inflight",
