@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ..host.folder_lock import FolderLock
     from .opened.record import RunRecord
 
+ALARM_SECONDS = 300.0
+"""Between two lines about one alarm that goes on."""
 ASK_SECONDS = 0.5
 """How long Redis may take to answer the supervisor during the run. The supervisor is the one that
 restarts a dead Redis, so it must not wait for it."""
@@ -60,6 +62,7 @@ class Running:
         self._say = terminal.say
         self._store: Store | None = None
         self._reports: ReportWatch | None = None
+        self._alarmed: dict[str, float] = {}
         launch = config.launch
         disk.set_patience(launch.full_disk_seconds)
         self._disk = DiskWatch(folder.path, launch.full_disk_seconds, self._say, shown(folder.path))
@@ -244,10 +247,20 @@ class Running:
         self._record.note_alive()
         if self._terminal.gone:
             self._supervisor.request_stop("the terminal has gone away")
+        self._tell_alarms()
         stalled = time.monotonic() - self._progress.moved
         if stalled > self._config.launch.stall_seconds and not self._disk.full():
             self._progress.moved = time.monotonic()
             self._say(f"no step for {duration(stalled)}: {self._who_waits()}")
+
+    def _tell_alarms(self) -> None:
+        if self._reports is None or self._terminal.drawing:  # the live view shows them
+            return
+        now = time.monotonic()
+        for member, alarm in self._reports.alarms.items():
+            if now - self._alarmed.get(member, -ALARM_SECONDS) >= ALARM_SECONDS:
+                self._alarmed[member] = now
+                self._say(f"alarm: {member}: {alarm}")
 
     def _who_waits(self) -> str:
         from ...replay.ledger import Ledger

@@ -1,4 +1,4 @@
-"""Adds up, from the processes' reports, how much of its time each role spent waiting."""
+"""What the supervisor learns from the processes' reports: how much of its time each role waited, and their alarms."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 EVERY_SECONDS = 2.0
 """Time between two reads; each report covers the time since the role's last one, about as long."""
+FRESH_SECONDS = 10.0
+"""An older report says nothing of now."""
 
 
 class IdleShares:
@@ -54,6 +56,8 @@ class ReportWatch:
 
     def __init__(self, runs: RunStore) -> None:
         self.idle = IdleShares()
+        self.alarms: Mapping[str, str] = {}
+        """What a person should look at now, by member; the learner's stand in its metrics."""
         self._runs = runs
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
@@ -67,7 +71,16 @@ class ReportWatch:
             except TandemError:
                 continue  # Redis is away; the supervisor brings it back and says so.
             # Reports from before this start of the run don't count.
-            self.idle.add({m: r for m, r in reports.items() if float(r.get("time") or 0) > began})
+            reports = {m: r for m, r in reports.items() if float(r.get("time") or 0) > began}
+            self.idle.add(reports)
+            fresh = time.time() - FRESH_SECONDS
+            self.alarms = {
+                member: str(report["alarm"])
+                for member, report in sorted(reports.items())
+                if report.get("alarm")
+                and report.get("role") != "learner"
+                and report["time"] > fresh
+            }
 
     def stop(self) -> dict[str, float]:
         self._end.set()
