@@ -80,6 +80,10 @@ and KL) and, in `settings.params`, your own `learner.objective.params`. A class 
 may stand in `params` (`learner.objective.params.clip_high=0.28`), and `settings` has them all.
 A key that isn't given has the built-in one's default. One that is given the default of an objective of your own
 (`aggregation=constant`, say) counts as not given, unless it stands in `params` too.
+
+A bug in it ends the run at once: an exception, a loss that isn't a tensor of one number or has no gradient, or a sum that
+isn't one number. The message names the objective, the step and the line of your file. Out of memory, or with an error of the
+GPU, the learner is started again as ever.
 """
 
 

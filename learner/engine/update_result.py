@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..losses.finite import NonFiniteError
-from ..objectives import Objective
+from ..objectives import Objective, own
 from ..rows.microbatch import MicroBatch
 from ..rows.rows import Rows
 from .critic import CriticUpdate
@@ -75,7 +75,7 @@ def loss_of(
     """The objective's loss; NaN if it refuses the log-probs, so that every rank reaches the step, which
     none of them makes."""
     try:
-        return objective.loss(rows, scalars)
+        return own.loss_of(objective, rows, scalars)
     except NonFiniteError as error:
         log.warning(f"no loss: {error}")
         assert rows.logprobs is not None

@@ -21,6 +21,7 @@ from ..losses.ratios import k3
 from ..metrics.diagnostics import diagnose
 from ..metrics.ratio_check import RatioCheck
 from ..objectives import Distill, Objective, Ppo, make
+from ..objectives.own import statistics_of
 from ..objectives.preference import Preference
 from ..rendezvous import gather_over_ranks, max_over_ranks, sum_over_ranks
 from ..rows.groups import MixedGroup, rows_of
@@ -406,10 +407,10 @@ class Updates:
     @torch.no_grad()
     def _scalars(self, update: _Update) -> dict[str, float]:
         fixed = {**update.fixed, **self.coefficients.scalars}
+        step = int(fixed["step"])
         if update.mismatched or "current" not in self.objective.columns:
             # Every rank has all rows, so nothing needs to be reduced.
-            counted = self.objective.statistics(update.rows)
-            fixed |= {k: float(v) for k, v in counted.items()}
+            fixed |= statistics_of(self.objective, update.rows, step)
             return {**fixed, **(self._gain(update.scoring) if update.mismatched else {})}
         totals: dict[str, float] = {}
         scored = self.engine.score(update.scoring)
@@ -418,8 +419,8 @@ class Updates:
                 continue
             rows = micro.to(self.engine.device).rows
             rows = rows.with_columns(logprobs=logprobs, entropy=entropy)
-            for name, value in self.objective.statistics(rows).items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+            for name, value in statistics_of(self.objective, rows, step).items():
+                totals[name] = totals.get(name, 0.0) + value
         return {**fixed, **self.engine.sum_by_name(totals)}
 
     def _gain(self, mismatched: list[MicroBatch]) -> dict[str, float]:

@@ -32,6 +32,7 @@ from .row import (
     ability,
     as_messages,
     gold,
+    is_missing,
     needed,
     plain,
     prompt,
@@ -67,7 +68,7 @@ def _target(row: Mapping[str, Any]) -> str | None:
 def _gold(row: Mapping[str, Any]) -> str:
     model = row.get("reward_model")
     value = model.get("ground_truth") if isinstance(model, dict) else None
-    if value is None:
+    if is_missing(value):
         raise RowError(
             "reward_model.ground_truth",
             value,

@@ -21,7 +21,18 @@ from string import ascii_uppercase
 from typing import Any
 
 from .form import Form
-from .row import SOURCES, Content, RowError, needed, others, present, question, source_of, text
+from .row import (
+    SOURCES,
+    Content,
+    RowError,
+    first_of,
+    needed,
+    others,
+    present,
+    question,
+    source_of,
+    text,
+)
 
 RIGHT = "Correct Answer"
 WRONG = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
@@ -34,9 +45,9 @@ NOT_TO_TELL = ("answer_index", "cot_content", "Explanation")
 def read(row: Mapping[str, Any]) -> Content:
     if RIGHT in row:
         return _gpqa(row)
-    column = next((name for name in OPTIONS if row.get(name) is not None), OPTIONS[0])
+    column = first_of(row, OPTIONS) or OPTIONS[0]
     labels, options = _options(row, column)
-    asked = next((name for name in ANSWERS if row.get(name) is not None), ANSWERS[0])
+    asked = first_of(row, ANSWERS) or ANSWERS[0]
     right = row.get(asked)
     if isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(options):
         gold = ascii_uppercase[right]

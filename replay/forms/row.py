@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -223,17 +224,19 @@ def response(row: Mapping[str, Any], column: str) -> str:
 
 
 def gold(value: Any, column: str) -> str:
-    """A gold answer as text: ``142`` for 142.0, the only text of a list of one; "" for None.
+    """A gold answer as text: ``142`` for 142.0, the only text of a list of one; "" for a missing one.
 
     Raises:
-        RowError: it is something else, or blank.
+        RowError: it is something else, blank, or not a finite number.
     """
-    if value is None:
+    if is_missing(value):
         return ""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise RowError(column, value, "isn't a gold answer", "store a text or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowError(column, value, "isn't finite", "store a text or a finite number")
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not str(value).strip():
@@ -255,7 +258,7 @@ def gold_of(row: Mapping[str, Any]) -> str:
 
 def ability(row: Mapping[str, Any]) -> str:
     """What the row exercises; ``math`` if it doesn't say."""
-    return text(row, "ability") if row.get("ability") is not None else "math"
+    return "math" if is_missing(row.get("ability")) else text(row, "ability")
 
 
 def one_question(content: Content, form: str) -> str:
@@ -294,14 +297,19 @@ def present(**columns: Any) -> dict[str, Any]:
     return {name: value for name, value in columns.items() if value is not None and value != ""}
 
 
+def is_missing(value: Any) -> bool:
+    """Whether a column has no value: None, or NaN, which pandas writes in its place."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 def first_of(row: Mapping[str, Any], columns: Collection[str]) -> str | None:
     """The first of these columns that the row has a value in."""
-    return next((column for column in columns if row.get(column) is not None), None)
+    return next((column for column in columns if not is_missing(row.get(column))), None)
 
 
 def first_filled(row: Mapping[str, Any], columns: Collection[str]) -> str | None:
     """The first of these columns that the row has a value in which isn't blank."""
-    filled = (name for name in columns if row.get(name) is not None)
+    filled = (name for name in columns if not is_missing(row.get(name)))
     return next((name for name in filled if str(row[name]).strip()), None)
 
 

@@ -56,6 +56,8 @@ START_SECONDS = 60.0
 """How long the zygote may take to import math-verify."""
 TELL_SECONDS = 60.0
 """Least time between two warnings of starved graders."""
+MOST_TOLD = 100
+"""Number of different errors of functions that are logged."""
 MAX_FAILED_STARTS = 3
 """Number of zygotes that may die in a row before they grade anything; then the pool gives up."""
 
@@ -108,6 +110,7 @@ class GraderProcesses:
         self._relief = relief(count) if sandbox is None else 0
         self._cores = usable_cores()
         self._warned_starved = -math.inf
+        self._told: set[str] = set()
 
     # --- what the owner calls ----------------------------------------------------------------
 
@@ -358,7 +361,10 @@ class GraderProcesses:
             return
         if isinstance(reply, Raised):
             request.reason = _last_line(reply.traceback)
-            logger.warning("%s %d: a request raised:\n%s", self._role, slot.pid, reply.traceback)
+            # A function that is broken raises for every text, and its traceback says at which line.
+            if reply.traceback not in self._told and len(self._told) < MOST_TOLD:
+                self._told.add(reply.traceback)
+                logger.warning(f"{self._role} {slot.pid}: a request raised:\n{reply.traceback}")
             self._again(request)
         else:
             request.finish(None, result)

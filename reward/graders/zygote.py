@@ -106,16 +106,32 @@ def grade_for_ever(channel: socket.socket, trade: Trade) -> None:
             raised = ""
         except MemoryError:
             os._exit(EXIT_MEMORY)
-        except BaseException:
+        except BaseException as error:
             if kind != "function":
                 raise
             # A user's function may raise anything, and the grader must go on.
-            result, raised = None, traceback.format_exc()[-4000:]
+            result, raised = None, _from_the_function_on(error)
         peak = _peak_kib()
         if kind == "compare" and result != "correct" and peak > 0.8 * 1024 * trade.memory_mb:
             # math-verify swallows MemoryError, so at the limit its "wrong" means nothing.
             os._exit(EXIT_MEMORY)
         _answer(channel, Raised(raised, peak) if raised else Done(result, peak))
+
+
+def _from_the_function_on(error: BaseException) -> str:
+    """The end of an exception's traceback, without the frames that lead to the user's function: where the fault is what
+    it returned, only the error is left."""
+    one: BaseException | None = error
+    seen: set[int] = set()
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        step = one.__traceback__
+        while step is not None:
+            if step.tb_frame.f_globals.get("__package__") == __package__:
+                one.__traceback__ = step.tb_next
+            step = step.tb_next
+        one = one.__cause__ or one.__context__
+    return "".join(traceback.format_exception(error))[-4000:]
 
 
 def _answer(channel: socket.socket, message: Message) -> None:

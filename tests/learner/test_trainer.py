@@ -806,6 +806,24 @@ def test_an_objective_of_ones_own_trains(start_run: StartRun, launch: Launch) ->
         torch.testing.assert_close(weights(own)[name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("typo", "no attribute 'logprob' ("), ("without_gradient", "its loss has no gradient")],
+)
+def test_a_bug_in_an_objective_of_ones_own_ends_the_run_at_once(
+    name: str, told: str, start_run: StartRun, launch: Launch
+) -> None:
+    objective = {"name": f"broken_objectives:{name}"}
+    run = start_run(run={"steps": 4}, learner={"objective": objective})
+    run.work()
+    log = finish(run, launch(run), expected=RunFailedError.exit_code)
+    (line,) = [line for line in log.splitlines() if told in line]
+    assert f"broken_objectives:{name} failed at step 1: " in line
+    assert ("broken_objectives.py, line " in line) == (name == "typo")
+    assert "Traceback" not in log
+    assert run.runs.state() == "failed"
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -816,6 +834,19 @@ def listening(pid: int) -> set[str]:
     """Local addresses of a process's listening TCP sockets."""
     found = psutil.Process(pid).net_connections("tcp")
     return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_rank_on_which_an_objective_fails_ends_the_others(
+    start_run: StartRun, launch: Launch
+) -> None:
+    objective = {"name": "broken_objectives:on_the_second_rank"}
+    pair = start_run(run={"steps": 4}, learner={"objective": objective, "ranks": 2})
+    port = free_port()
+    ranks = [launch(pair, rank, 2, port) for rank in range(2)]
+    pair.work()
+    log = finish(pair, ranks[1], expected=RunFailedError.exit_code)
+    assert "failed at step 1: ValueError: only here (" in log
+    assert ranks[0].wait() not in (0, None)
 
 
 def test_two_ranks_train_as_one_does_and_listen_on_loopback_only(

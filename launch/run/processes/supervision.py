@@ -281,14 +281,13 @@ class Supervisor:
                 # A worker may see the end of the run before the learner has left.
                 part.reap(self._say)
                 return part.may_finish
-        spec, process = next(
-            (pair for pair, code in zip(part.processes, exits, strict=True) if code),
-            next(
-                pair for pair, code in zip(part.processes, exits, strict=True) if code is not None
-            ),
-        )
-        died = exit_of(process)
-        assert died is not None
+        ended = [
+            (code, spec)
+            for (spec, _), code in zip(part.processes, exits, strict=True)
+            if code is not None
+        ]
+        # A rank that gives up takes the others along, which only lose their connection to it.
+        died, spec = min(ended, key=lambda one: (one[0] not in HOPELESS, one[0] == 0))
         if part.may_finish:
             over = self._finished()
             if over is None:

@@ -123,6 +123,34 @@ def test_a_function_of_ones_own_in_the_working_folder_gets_columns_and_groups(he
     assert [row["reward"] for row in read(here / "out.jsonl")] == [0.0, 2.0, 5.0]
 
 
+@pytest.mark.parametrize(
+    ("body", "told", "line"),
+    [
+        ("[1 / 0 for _ in completions]", "ZeroDivisionError: division by zero", True),
+        ("(1 / 0 for _ in completions)", "ZeroDivisionError: division by zero", True),
+        ("completions[0]['content']", "(its completions were given as text", True),
+        ("1.0", "TypeError: it returned 1.0, not a list of 1 numbers", False),
+    ],
+    ids=["raises", "raises in a generator", "takes a text for messages", "returns a number"],
+)
+def test_an_error_of_a_function_is_shown_once_from_its_own_line_on(
+    here: Path, body: str, told: str, line: bool
+) -> None:
+    # Annotated, so that it gets texts whatever it does with them.
+    function = f"def broken(completions: list[str], **columns):\n    return {body}\n"
+    (here / "own_grades.py").write_text(function)
+    write(here / "in.jsonl", *(boxed(number, "4", "4") for number in range(200)))
+    command = [sys.executable, "-m", "tandem.launch", "grade", "in.jsonl", "--out", "out.jsonl"]
+    command += ["--reward", "own_grades:broken"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert {row["verdict"] for row in read(here / "out.jsonl")} == {"crashed"}
+    assert told in done.stderr
+    assert done.stderr.count("Traceback") == int(line)
+    assert ('own_grades.py", line 2' in done.stderr) == line
+    assert "/reward/graders/" not in done.stderr
+    assert len(done.stderr.splitlines()) < 60
+
+
 def test_an_integer_beyond_64_bits_is_a_text_for_a_function(here: Path) -> None:
     (here / "my_rewards.py").write_text(
         "def known(completions, number, **columns):\n"

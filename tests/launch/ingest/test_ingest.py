@@ -342,6 +342,27 @@ def test_bad_golds_can_be_dropped(made: Path) -> None:
     assert "fresh/4" not in {problem.problem_id for problem in found.problems}
 
 
+def test_a_gold_that_is_nan_is_none(
+    made: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "nan_forms.py").write_text(
+        "def read(row):\n"
+        "    return {**row, 'answer': float('nan') if row['answer'] > 3 else row['answer']}\n"
+    )
+    monkeypatch.syspath_prepend(here)
+    rows = [{"question": f"1+{number}", "answer": number + 1.0} for number in range(4)]
+    in_json = [
+        row | ({"answer": float("nan")} if number else {}) for number, row in enumerate(rows)
+    ]
+    for name, some in (("own", rows), ("json", in_json)):
+        (here / f"{name}.jsonl").write_text("\n".join(map(json.dumps, some)))
+    sources = "{path: own.jsonl, name: own, form: nan_forms:read}, {path: json.jsonl, name: json}"
+    found = prepared(f"data.train=[{{path: d/expert.parquet}}, {sources}]")
+    assert found.counts["own"].bad_rows.counts == {"no gold answer": 1}
+    assert found.counts["json"].bad_rows.counts == {"no gold answer": 3}
+    assert "nan" not in {problem.gold for problem in found.problems}
+
+
 @pytest.mark.parametrize("gold", ["\\frac{1}{", "}{", "???", "$$"])
 def test_golds_that_nothing_can_equal_are_broken(gold: str) -> None:
     assert broken(gold)

@@ -181,6 +181,24 @@ def test_an_error_that_starting_again_cant_mend_is_not_tried_again(
     assert running.restarts == []
 
 
+def test_a_rank_that_ends_the_run_counts_before_those_that_it_took_along(tmp_path: Path) -> None:
+    codes = {"learner-0": 0, "learner-1": 1, "learner-2": 3}
+    learner = Part(
+        name="learner",
+        stage=1,
+        specs=lambda: [
+            spec(tmp_path, name, f"print('I am {name}'); raise SystemExit({code})")
+            for name, code in codes.items()
+        ],
+    )
+    with supervisor() as running:
+        running.start(learner)
+        wait_for(lambda: not learner.alive())
+        with pytest.raises(PartFailed, match=r"(?s)learner-2 ended the run; .*I am learner-2"):
+            running.run()
+    assert running.restarts == []
+
+
 def test_an_exit_with_0_is_a_death_while_the_run_goes_on(tmp_path: Path) -> None:
     with supervisor(finished=lambda: False) as running:
         running.start(part(tmp_path, "learner", "pass", may_finish=True))

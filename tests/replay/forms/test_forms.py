@@ -352,6 +352,40 @@ def test_a_form_can_be_a_function_of_the_users(tmp_path: Path, monkeypatch: pyte
         list(read_rows(path, "own_forms:write"))
 
 
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def test_nan_is_no_value(tmp_path: Path):
+    rows = [
+        {"question": "1+1", "answer": NAN, "source": NAN},
+        {"question": "1+1", "answer": NAN, "ground_truth": 2.0, "ability": NAN},
+        {"problem": "1+1", "answer": NAN, "solution": "\\boxed{2}", "expected_answer": NAN},
+        {"instruction": "Add.", "input": NAN, "context": "1, 1", "output": "2", "gold": NAN},
+    ]
+    found = [all_of(write_lines(tmp_path / "a.jsonl", [row]))[0].content for row in rows]
+    assert [content.gold for content in found] == ["", "2", "\\boxed{2}", ""]
+    assert [content.data_source for content in found] == [""] * 4
+    assert found[3].prompt[0].content == "Add.\n\n1, 1"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"question": "1+1", "answer": INFINITY}, "answer isn't finite"),
+        ({"question": "1+1", "answer": [NAN]}, "answer isn't finite"),
+        ({"problem": "1+1", "answer": -INFINITY, "solution": "so"}, "answer isn't finite"),
+        (
+            {"data_source": "x", "prompt": "1+1", "reward_model": {"ground_truth": NAN}},
+            "reward_model.ground_truth is missing",
+        ),
+    ],
+)
+def test_a_gold_answer_is_finite(row: dict[str, Any], reason: str, tmp_path: Path):
+    left_out = LeftOut()
+    assert list(read_rows(write_lines(tmp_path / "a.jsonl", [row]), left_out=left_out)) == []
+    assert left_out.counts == {reason: 1}
+
+
 def test_a_form_refuses_to_write_what_it_cannot_hold(tmp_path: Path):
     (row,) = all_of(write_lines(tmp_path / "a.jsonl", [ROWS["question_answer"](4)]))
     for name in (
