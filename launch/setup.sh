@@ -251,15 +251,18 @@ find_python() {
       done
     done
   fi
+  # Triton compiles with Python's headers, which Debian keeps apart.
+  local version minor headers=""
   if [ -n "$bare" ]; then
-    local version minor
     version="${bare##* }"
     minor="${version%.*}"
+    [ "$gpus" -gt 0 ] && headers=" python$minor-dev"
     stop "Python $version is here but cannot make virtual environments (no ensurepip):" \
-      "install python3-venv (Debian, Ubuntu: apt install python3-venv python$minor-venv), then run this again"
+      "install python3-venv (Debian, Ubuntu: apt install python3-venv python$minor-venv$headers), then run this again"
   fi
+  [ "$gpus" -gt 0 ] && headers=" python3-dev"
   stop "no Python 3.11, 3.12 or 3.13 found (tried:${tried:- none on PATH}):" \
-    "install one (Debian, Ubuntu: apt install python3 python3-venv; or: uv python install 3.12)," \
+    "install one (Debian, Ubuntu: apt install python3 python3-venv$headers; or: uv python install 3.12)," \
     "or name it: TANDEM_PYTHON=/path/to/python3.12 bash launch/setup.sh"
 }
 
@@ -487,6 +490,16 @@ if has "$extras" redis-server && ! has_redis; then
     say "note: no redis-server on PATH and none bundled for this system (see $log):"
     say "  install redis-server 6.2 or newer (Debian, Ubuntu: apt install redis-server) before starting a run here"
   }
+fi
+
+has_headers() { # that Triton compiles with; the place is Triton's own
+  "$python" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include", "posix_prefix"), "Python.h")))'
+}
+
+if [ "$gpus" -gt 0 ] && [ "$torch_wanted" = yes ] && ! has_headers; then
+  say "note: this Python is without its headers (Python.h), which Triton needs to compile for a GPU:"
+  say "  install them (Debian, Ubuntu: apt install python${base_version%.*}-dev) before starting a run here"
 fi
 
 # uv leaves this to the first import, and where PYTHONDONTWRITEBYTECODE is set every process would do it again, for

@@ -13,6 +13,7 @@ it returns must fulfil the contract of :mod:`tandem.rollout.engine`.
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 from ..common.config import VLLM_RANKS, ModelConfig, RolloutConfig
@@ -34,6 +35,7 @@ def make_engine(
     max_prompt_tokens: int | None = None,
     lora: LoraConfig | None = None,
     versions: int = 2,
+    shares_gpu: bool = False,
 ) -> Engine:
     """Makes the engine with the base model's weights, not yet started.
 
@@ -46,14 +48,17 @@ def make_engine(
             own limit of prompt and response together applies.
         lora: ``learner.lora``: new weights are adapters of the base model, which stays as it is.
         versions: number of versions whose adapters samples may use at the same time, at least two.
+        shares_gpu: whether a learner may take and free memory of the engine's GPU (``launch.share_gpu``).
 
     Raises:
         DataError: the model can't be loaded.
-        ConfigError: the engine isn't available here, or its import path leads nowhere.
+        ConfigError: the engine isn't available here, its import path leads nowhere, or its share of a GPU is too
+            small for it.
+        TandemError: torch doesn't tell how large a shared GPU is.
     """
     rows = max_rows or max(MIN_ROWS, rollout.groups_per_batch * rollout.group_size)
     if choose_engine(rollout) == "vllm":
-        return _vllm(model, rollout, rows, max_prompt_tokens, lora, versions)
+        return _vllm(model, rollout, rows, max_prompt_tokens, lora, versions, shares_gpu)
     if is_import_path(rollout.engine):
         return _imported(rollout.engine, model, rollout, rows, lora)
     return _torch(model, rollout, rows, max_prompt_tokens, lora)
@@ -127,10 +132,11 @@ def _vllm(
     max_prompt_tokens: int | None,
     lora: LoraConfig | None,
     versions: int,
+    shares_gpu: bool,
 ) -> Engine:
     from ..common.models import load_tokenizer, read_model_config, resolve
     from .model_facts import model_facts, require_checkpoint_names
-    from .vllm import vllm_adapters, vllm_version
+    from .vllm import vllm_adapters, vllm_memory, vllm_version
     from .vllm.vllm_engine import VllmEngine
     from .vllm.vllm_process import VllmProcess
 
@@ -149,15 +155,20 @@ def _vllm(
     if lora is None:
         kind = str(read_model_config(model.path).get("model_type"))
         require_checkpoint_names(path, facts.specs, kind)
-    cache = settings.kv_cache_mb
+    gpus = torch.cuda.is_available()
+    cache = None if settings.kv_cache_mb is None else settings.kv_cache_mb << 20
+    if cache is None and shares_gpu and gpus:
+        adapter = 0 if lora is None else sum(math.prod(spec.shape) for spec in facts.specs)
+        held = getattr(torch, dtype).itemsize * (facts.parameters + versions * adapter)
+        cache = vllm_memory.beside_a_learner(settings, held // rollout.gpus_per_worker)
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": dtype,
-        **ranks(rollout, gpus=torch.cuda.is_available()),
+        **ranks(rollout, gpus=gpus),
         "max_model_len": facts.context,
         "max_num_seqs": settings.max_num_seqs or rows,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "kv_cache_memory_bytes": None if cache is None else cache << 20,
+        "kv_cache_memory_bytes": cache,
         "enforce_eager": settings.enforce_eager,
         **(vllm_adapters.arguments(lora, versions) if lora is not None else {}),
     }

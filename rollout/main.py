@@ -64,6 +64,7 @@ async def _main(join: JoinInfo, config: Config, name: str) -> int:
             lora=config.learner.lora,
             # Samples of the newest version, of those that are not too old yet, and one in between.
             versions=config.replay.max_staleness + 2,
+            shares_gpu=config.launch.share_gpu,
         )
         # The engine has fetched the model by now, if it comes from a hub.
         base = await asyncio.to_thread(base_of, config.model, config.learner.lora)

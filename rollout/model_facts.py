@@ -22,6 +22,8 @@ class ModelFacts:
     specs: tuple[ParameterSpec, ...]
     """Every tensor that new weights consist of: the model's parameters in its order, tied ones once; or
     those of the adapters."""
+    parameters: int
+    """Number of the model's parameters, tied ones counted once, without adapters."""
     vocabulary: int
     """Number of token ids, which are all below it."""
     context: int
@@ -52,6 +54,7 @@ def facts_of(
             ParameterSpec(name=name, shape=shape, dtype=dtype)
             for name, shape, dtype in _tensors(model, lora)
         ),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         vocabulary=int(model.get_input_embeddings().num_embeddings),
         context=min(limit, context or limit),
         end_tokens=frozenset(prompts.end_tokens(tokenizer, model)),

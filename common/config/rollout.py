@@ -79,10 +79,11 @@ class VllmConfig(Section):
     """The vLLM engine of a rollout worker; not read by the torch engine."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of each GPU's memory for weights and KV cache; lower it if a learner shares the GPU."""
+    """Share of each GPU's memory for weights and KV cache, which must be free when vLLM starts; lower it if a learner
+    shares the GPU."""
     kv_cache_mb: Positive | None = None
-    """Memory for keys and values, MiB; None = what ``gpu_memory_utilization`` leaves, or 1024
-    without a GPU."""
+    """Memory for keys and values on each GPU, MiB; None = what ``gpu_memory_utilization`` leaves (with
+    ``launch.share_gpu`` by the figures of ``tandem plan``, else as vLLM measures it), or 1024 without a GPU."""
     max_model_len: Positive | None = None
     """Greatest number of tokens of prompt and response; None = ``data.max_prompt_tokens`` plus
     ``rollout.max_new_tokens``."""

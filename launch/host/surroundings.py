@@ -18,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,19 +202,25 @@ def host_name() -> list[Finding]:
 
 
 def compiler(*, needed: bool) -> list[Finding]:
-    """Checks for the C compiler that Triton calls.
+    """Checks for the C compiler that Triton calls, and for Python's headers, which it compiles its driver with.
 
     Args:
-        needed: whether the run can't do without one.
+        needed: whether the run can't do without them.
     """
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    # Triton's own place for them: Debian's Python names another one for itself.
+    headers = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    packages = [] if found else ["gcc", "libc6-dev"]
+    if not headers.exists():
+        packages.append("python{}.{}-dev".format(*sys.version_info))
+    lacking = "" if headers.exists() else f", without Python's headers ({headers})"
     return [
         Finding(
             name="compiler",
-            found=found or "none",
-            state="ok" if found else "missing" if needed else "note",
+            found=(found or "none") + lacking,
+            state="missing" if packages and needed else "note" if packages else "ok",
             why="Triton compiles kernels on a GPU: without, vLLM and model.kernels=liger can't start, and log-probs are slow",
-            mend="" if found else "apt install gcc libc6-dev",
+            mend=" ".join(["apt install", *packages]) if packages else "",
         )
     ]
 

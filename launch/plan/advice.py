@@ -90,7 +90,7 @@ def _learner(config: Config, device: str) -> Iterator[str]:
     if learner.lora is None:
         yield "learner.lora={}"
     if device == "cuda" and config.launch.share_gpu:
-        yield from _of_vllm(config)
+        yield from _of_vllm(config, device)
 
 
 def _rollout(config: Config, device: str) -> Iterator[str]:
@@ -103,11 +103,15 @@ def _rollout(config: Config, device: str) -> Iterator[str]:
     if device == "cuda":
         yield f"rollout.gpus_per_worker={2 * rollout.gpus_per_worker}"
     if memory.uses_vllm(config, device):
-        yield from _of_vllm(config)
+        yield from _of_vllm(config, device)
 
 
-def _of_vllm(config: Config) -> Iterator[str]:
+def _of_vllm(config: Config, device: str) -> Iterator[str]:
+    cache = memory.vllm_setting(config, "kv_cache_mb", None)
+    if cache is None and device == "cpu":
+        cache = memory.VLLM_CPU_CACHE_MB
+    if cache is not None:
+        yield f"rollout.vllm.kv_cache_mb={max(1, int(cache) // 2)}"
+        return
     share = float(memory.vllm_setting(config, "gpu_memory_utilization", memory.VLLM_SHARE))
     yield f"rollout.vllm.gpu_memory_utilization={share - 0.1:.2g}"
-    cache = int(memory.vllm_setting(config, "kv_cache_mb", memory.VLLM_CPU_CACHE_MB))
-    yield f"rollout.vllm.kv_cache_mb={max(1, cache // 2)}"

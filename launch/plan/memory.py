@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.config import VLLM_RANKS
 from ...common.config.checks.deepspeed import REDUCE_BUCKET, zero_setting
 from ...common.longest_pass import longest_pass
+from ...rollout.vllm import vllm_memory
 from .sizes import ModelShape, shape_of, trained
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ RUNTIME = {"cpu": 470 << 20, "cuda": 2 << 30}
 measured before a model was loaded, and about 60 MB that came with the first step."""
 VLLM_PROCESS = 700 << 20
 """A process of vLLM on a CPU, roughly."""
-VLLM_WORKSPACE = 2 << 30
-"""Part of vLLM's share that it keeps for activations and CUDA graphs, roughly."""
 VLLM_CPU_CACHE_MB = 1024
 """Memory that a rank without a GPU sets aside for keys and values by default."""
 VLLM_SHARE = 0.9
@@ -374,8 +373,8 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
     """The memory of one GPU of an engine, or of an engine on CPUs.
 
     vLLM claims ``rollout.vllm.gpu_memory_utilization`` of the GPU's memory and gives the KV cache
-    what weights and workspace leave of it. The torch engine's cache grows with its rows. New
-    weights, or adapters, are staged in host memory.
+    what weights, adapters and workspace leave of it, unless ``rollout.vllm.kv_cache_mb`` says how much. The torch
+    engine's cache grows with its rows. New weights, or adapters, are staged in host memory.
     """
     n, e = shape.parameters, engine_element(config)
     across = config.rollout.gpus_per_worker if device == "cuda" else 1
@@ -383,6 +382,8 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
     per_token = max(1, shape.kv_bytes(e) // across)
     rows = config.rollout.groups_per_batch * config.rollout.group_size
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    received = e * trained(config, shape)
+    adapters = 0 if config.learner.lora is None else received // across
     if uses_vllm(config, device) and device == "cpu":
         # Front end, engine core, and a process for each rank if there are several.
         ranks = math.prod(int(vllm_setting(config, "args", {}).get(name, 1)) for name in VLLM_RANKS)
@@ -390,12 +391,15 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
         cache = ranks * (int(vllm_setting(config, "kv_cache_mb", VLLM_CPU_CACHE_MB)) << 20)
         work = processes * VLLM_PROCESS
     elif uses_vllm(config, device):
+        # It reserves room for all versions whose adapters samples may use at the same time.
+        adapters *= config.replay.max_staleness + 2
         share = float(vllm_setting(config, "gpu_memory_utilization", VLLM_SHARE))
-        cache = max(0, int(share * memory) - weights - VLLM_WORKSPACE)
-        work = VLLM_WORKSPACE
+        given = vllm_setting(config, "kv_cache_mb", None)
+        left = vllm_memory.cache_bytes(share, memory, weights + adapters)
+        cache = left if given is None else int(given) << 20
+        work = vllm_memory.WORKSPACE
     else:
         cache, work = rows * longest * per_token, RUNTIME[device]
-    received = e * trained(config, shape)
     staging = received if device == "cpu" else buckets_on_gpu(config, device)
     parts = {
         "weights": weights,
@@ -404,6 +408,6 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
         "weight staging": staging,
     }
     if config.learner.lora is not None:
-        parts["adapters"] = received // across
+        parts["adapters"] = adapters
     host = 0 if device == "cpu" else (3 << 30) + received
     return Holding(device=device, parts=parts, host=host, cache_tokens=cache // per_token)

@@ -304,13 +304,15 @@ def _problems(
     if device != "cuda":
         return
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    set_to = memory.vllm_setting(config, "kv_cache_mb", None)
+    room = "rollout.vllm." + ("gpu_memory_utilization" if set_to is None else "kv_cache_mb")
     for one in planned:
         if one.name.startswith("rollout") and one.holding is not None:
             if one.holding.cache_tokens < longest:
                 yield (
                     f"{one.name}: weights and workspace leave room for "
                     f"{one.holding.cache_tokens:,} tokens in the KV cache, and one row may have "
-                    f"{longest:,}: raise rollout.vllm.gpu_memory_utilization, lower "
+                    f"{longest:,}: raise {room}, lower "
                     f"rollout.max_new_tokens, or take larger GPUs"
                 )
             break
@@ -322,7 +324,7 @@ def _problems(
         if total > node.memory:
             yield (
                 f"GPU {gpu} would hold {human(total)} of {human(node.memory)}: lower "
-                f"learner.micro_batch_tokens or rollout.vllm.gpu_memory_utilization, set "
+                f"learner.micro_batch_tokens or {room}, set "
                 f"learner.gradient_checkpointing=true, raise learner.zero_stage or "
                 f"learner.ranks, or take larger GPUs"
             )

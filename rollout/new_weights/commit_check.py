@@ -20,6 +20,9 @@ hundred checks. Among samples the middle one counts: wrong keys or a wrong tempe
 them, while rounding in bfloat16 now and then moves one token of one sample by more than any bound that
 that would still find such faults.
 
+An engine that can score only at temperature 1 cheaply (``scores_plain``) draws the check's samples at 1 too. A temperature
+that it applies wrongly, and only then, is left to the learner's check of ratios, which sees the run's own samples.
+
 The given rows are scored for every version. Samples are drawn for the first versions, and from then on
 for as many as a fiftieth of the time allows: for each of them where an update takes half a minute, for
 every tenth or so of a tiny model, whose updates follow one another within a tenth of a second.
@@ -61,7 +64,7 @@ SAMPLES, TOKENS = 3, 4
 RUN_ON_SAMPLES = 4
 """Number of samples that are to run on."""
 HOT = 2.0
-"""Temperature of the samples that run on, unless the engine can score only at 1 cheaply: at its own
+"""Temperature of the samples that run on, unless the engine can score only at 1 cheaply: at the run's
 temperature a trained model is so certain of its tokens that older keys make no difference to them."""
 BLOCK = 16
 """Tokens per block of the prefix cache, unless the engine reports another number."""
@@ -145,7 +148,7 @@ class CommitCheck:
         engine: the engine; it is checked only if it is a :class:`~..engine.Scorer`.
         dtypes: the learner's and the engine's; the less exact one counts.
         bound: bound of the first check; None = by the dtype, 0 = nothing is checked.
-        temperature: temperature of the run's samples.
+        temperature: temperature of the run's samples, and of the check's if the engine can score at it cheaply.
         runs_on: whether running samples continue with keys and values of the new weights.
         seconds: deadline of each request to the engine.
         longest: tokens of the run's longest row, prompt and response. The check's rows are no longer,
@@ -166,9 +169,9 @@ class CommitCheck:
         self._engine: Any = engine
         # vLLM can't score a row without sampling one more token.
         self._longest = min(longest - 1, LONGEST_RUN_ON)
-        # Greedy tokens have the log-probs of temperature 1.
-        hot = temperature if getattr(engine, "scores_plain", False) else HOT
-        self._temperature = {GIVEN: 1.0, SAMPLED: temperature, RAN_ON: hot}
+        self._temperature = {GIVEN: 1.0, SAMPLED: temperature, RAN_ON: HOT}
+        if getattr(engine, "scores_plain", False):
+            self._temperature = dict.fromkeys(self._temperature, 1.0)
         self._runs_on = runs_on
         self._seconds = seconds
         dtype = max(dtypes, key=lambda name: BOUNDS[GIVEN][name])
@@ -343,6 +346,7 @@ class CommitCheck:
         model's pass costs the same for a few rows as for twice as many."""
         kinds: dict[float, list[str]] = {}
         for kind in rows:
+            # Greedy tokens have the log-probs of temperature 1.
             kinds.setdefault(self._temperature[kind] or 1.0, []).append(kind)
         found: dict[str, list[Float32Array]] = {}
         for temperature, some in kinds.items():

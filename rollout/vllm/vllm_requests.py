@@ -208,7 +208,7 @@ async def score(
 
     vLLM reads no cached keys for prompts whose log-probs are requested, and gives the log-probs of
     temperature 1. Another temperature needs the sum of all tokens' ``p^(1/T)``, and so each position's
-    whole distribution.
+    whole distribution, which is expensive for a large vocabulary (``LARGE_VOCABULARY`` in :mod:`.vllm_engine`).
 
     Args:
         llm: vLLM's ``AsyncLLM``.

