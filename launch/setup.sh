@@ -99,7 +99,11 @@ if [ "$vllm" = default ]; then
     case "$role" in all | rollout) vllm=yes ;; esac
   fi
 fi
-# Without a GPU they are there for the tests alone; vLLM has brought triton, which they need.
+# The optimizer adamw_8bit; for the tests --dev has it.
+if [ "$gpus" -gt 0 ]; then
+  case "$role" in all | learner) extras="$extras bitsandbytes" ;; esac
+fi
+# Without a GPU Liger's kernels are there for the tests alone; vLLM has brought triton, which they need.
 if [ "$gpus" -gt 0 ] || { [ "$dev" = yes ] && [ "$vllm" = yes ]; }; then
   case "$role" in all | learner) extras="$extras liger" ;; esac
 fi

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ...rollout.evaluate.elsewhere import Elsewhere
     from ...rollout.evaluate.evaluation import Evaluation
     from ..evaluation.plan import Asked
+    from ..plan.hardware import GpuName
 
 _SAMPLING = {
     "temperature": (float, "0 takes the most likely token"),
@@ -189,6 +190,8 @@ def _cells(arguments: argparse.Namespace) -> int:
     out = _only(arguments.out)
     config, run_folder = _config(arguments, every=True)
     check_environments(config)
+    several = arguments.workers > 1
+    gpus = _gpus_of(arguments.workers, config.rollout.gpus_per_worker) if several else []
     asked = _asked(arguments, config, run_folder)
     if arguments.to:
         asked = same_models(asked, EvaluationFolder(Path(arguments.to).expanduser()))
@@ -210,8 +213,7 @@ def _cells(arguments: argparse.Namespace) -> int:
             progress = Progress(sys.stderr, "evaluated", total, done)
             start = time.perf_counter()
             try:
-                if done < total and arguments.workers > 1:
-                    gpus = config.rollout.gpus_per_worker if _has_gpu() else 0
+                if done < total and several:
                     words = [*_again(arguments), "--to", str(place), "--exports", str(exports)]
                     Workers(words, arguments.workers, gpus, folder).run(progress)
                 elif done < total:
@@ -370,10 +372,22 @@ def _as_worker() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def _has_gpu() -> bool:
+def _gpus_of(workers: int, each: int) -> list[list[GpuName]]:
+    """The GPUs of each worker's engine; empty on a machine without any.
+
+    Raises:
+        ConfigError: there are too few for so many workers.
+    """
     from ..plan.hardware import machine
 
-    return bool(machine().gpus)
+    here = machine()
+    names = [gpu.told for gpu in here.gpus]
+    if names and workers * each > len(names):
+        raise ConfigError(
+            f"--workers {workers} needs {workers * each} GPUs (rollout.gpus_per_worker={each}) and this machine has "
+            f"{len(names)} ({here}): lower --workers or rollout.gpus_per_worker"
+        )
+    return [names[n * each : (n + 1) * each] for n in range(workers)] if names else []
 
 
 def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:

@@ -34,7 +34,9 @@ from ...replay.evaluating.evaluated import (
     write_parquet,
     write_samples,
 )
+from ..plan.hardware import GpuName
 from ..progress import Progress
+from ..run.processes.parts import seeing
 from .parts import Samples
 from .plan import Prepared
 
@@ -238,12 +240,16 @@ class Workers:
     Args:
         arguments: of this command, with which each is started.
         count: how many.
-        gpus: GPUs of each engine; where there are any, each process sees its own.
+        gpus: those of each process's engine; empty on a machine without GPUs.
         folder: the evaluation's; their logs are in it.
     """
 
     def __init__(
-        self, arguments: Sequence[str], count: int, gpus: int, folder: EvaluationFolder
+        self,
+        arguments: Sequence[str],
+        count: int,
+        gpus: Sequence[Sequence[GpuName]],
+        folder: EvaluationFolder,
     ) -> None:
         self._arguments = arguments
         self._count = count
@@ -309,10 +315,7 @@ class Workers:
         log.parent.mkdir(exist_ok=True)
         environment = dict(os.environ)
         if self._gpus:
-            seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            names = seen.split(",") if seen else [str(n) for n in range(self._gpus * self._count)]
-            own = [names[(number * self._gpus + i) % len(names)] for i in range(self._gpus)]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+            environment |= seeing(self._gpus[number])
         with open(log, "ab") as out:
             self._processes[number] = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment

@@ -183,14 +183,20 @@ def check_trackers(config: Config) -> None:
             )
 
 
-def check_optimizers(config: Config) -> None:
-    """Raises ``ConfigError`` if an optimizer's package isn't installed."""
+def eight_bit(config: Config) -> list[str]:
+    """Keys of the optimizers, the policy's and the critic's, that step with ``adamw_8bit``."""
     critic = config.learner.critic
     wanted = {"learner.optimizer": config.learner.optimizer}
     if critic is not None:
         wanted["learner.critic.optimizer"] = critic.optimizer
-    for key, optimizer in wanted.items() if config.learner.train else ():
-        if optimizer.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+    names = [key for key, optimizer in wanted.items() if optimizer.name == "adamw_8bit"]
+    return names if config.learner.train else []
+
+
+def check_optimizers(config: Config) -> None:
+    """Raises ``ConfigError`` if an optimizer's package isn't installed."""
+    for key in eight_bit(config):
+        if importlib.util.find_spec("bitsandbytes") is None:
             raise ConfigError(
                 f"{key}.name=adamw_8bit needs the package bitsandbytes, which isn't installed: "
                 f"`{shown_python()} -m pip install bitsandbytes` (the extra tandem-rl[bitsandbytes]), or set "

@@ -24,6 +24,7 @@ from .preflight import (
     check_addresses,
     check_model,
     disk_needed,
+    eight_bit,
 )
 from .surroundings import Finding, pip, setup, version
 
@@ -123,6 +124,13 @@ def _packages(config: Config, machine: Machine) -> list[Finding]:
             "model.kernels=liger; auto takes transformers' operations without it",
             config.model.kernels == "liger",
             pip("liger-kernel"),
+        ),
+        (
+            "bitsandbytes",
+            "bitsandbytes",
+            "an optimizer adamw_8bit",
+            bool(eight_bit(config)),
+            pip("bitsandbytes"),
         ),
         ("wandb", "wandb", "log.wandb", "wandb" in trackers, pip("wandb")),
         (

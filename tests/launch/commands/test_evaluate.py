@@ -31,6 +31,8 @@ from tandem.launch import cli
 from tandem.launch.evaluation.plan import benchmark
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
+from tandem.launch.plan import hardware
+from tandem.launch.plan.hardware import Gpu
 from tandem.launch.run.opened.presets import load
 from tandem.replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder
 from tandem.reward.exchange import ExchangeError
@@ -319,6 +321,39 @@ def test_workers_use_the_model_that_the_command_has_exported(
     words = ["evaluate", "--model", "run@5", "--benchmark", str(place / "two.parquet")]
     assert cli.main([*words, "--limit", "4", "--workers", "2"]) == 0
     assert exported == [Path("evaluations/models/run@5-abc")]
+
+
+def test_each_worker_sees_gpus_of_its_own_and_more_workers_than_gpus_are_refused(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gpus = tuple(Gpu(index=n, name="H100", memory_mb=81559) for n in (4, 6))
+    monkeypatch.setattr(hardware, "gpus", lambda: gpus)
+    seen: dict[str, tuple[str, str]] = {}
+    start = subprocess.Popen
+
+    def begin(words: list[str], **options: Any) -> Any:
+        if "--worker" in words:
+            environment = options["env"]
+            order = environment["CUDA_DEVICE_ORDER"]
+            seen[words[-1]] = environment["CUDA_VISIBLE_DEVICES"], order
+        return start(words, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    words = ["evaluate", "miniature", "rollout.max_new_tokens=4", "--model", "miniature"]
+    words += ["--benchmark", str(place / "two.parquet"), "--limit", "2"]
+    assert cli.main([*words, "--to", str(tmp_path / "out"), "--workers", "2"]) == 0
+    assert seen == {"0/2": ("4", "PCI_BUS_ID"), "1/2": ("6", "PCI_BUS_ID")}
+    capsys.readouterr()
+    refused = tmp_path / "refused"
+    assert cli.main([*words, "--to", str(refused), "--workers", "3"]) == 2
+    assert "--workers 3 needs 3 GPUs" in capsys.readouterr().err
+    wide = ["rollout.engine=vllm", "rollout.gpus_per_worker=2", "--workers", "2"]
+    assert cli.main([*words, "--to", str(refused), *wide]) == 2
+    assert "--workers 2 needs 4 GPUs" in capsys.readouterr().err
+    assert not refused.exists()
 
 
 def test_two_evaluations_are_compared_by_problem(

@@ -48,6 +48,7 @@ def test_a_machine_that_can_run_the_miniature(capsys: pytest.CaptureFixture[str]
     names = {one["name"] for one in found["findings"]}
     assert names >= {
         *("Python", "GPUs", "torch", "deepspeed", "vllm", "flash-attn", "liger-kernel"),
+        "bitsandbytes",
         "redis-server",
         *("/dev/shm", "open files", "host name", "disk", "memory", "compiler", "sandbox"),
     }
@@ -91,6 +92,7 @@ def test_a_missing_redis_server_comes_with_its_remedy(
         ("rollout.engine=vllm", "vllm"),
         ("model.attention=flash_attention_2", "flash-attn"),
         ("model.kernels=liger", "liger-kernel"),
+        ("learner.optimizer.name=adamw_8bit", "bitsandbytes"),
         ("log.wandb=offline", "wandb"),
         ("log.tensorboard=true", "tensorboard"),
     ],
@@ -99,7 +101,7 @@ def test_a_package_is_missing_only_for_who_wants_it(
     setting: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = requirements.importlib.util.find_spec
-    hidden = {"vllm", "flash_attn", "liger_kernel", "wandb", "tensorboard"}
+    hidden = {"vllm", "flash_attn", "liger_kernel", "bitsandbytes", "wandb", "tensorboard"}
     monkeypatch.setattr(
         requirements.importlib.util,
         "find_spec",
@@ -114,6 +116,10 @@ def test_a_package_is_missing_only_for_who_wants_it(
 
     assert state() == "note"
     assert state(setting) == "missing"
+    if package == "bitsandbytes":
+        ppo = ("learner.objective.name=ppo", "expert.per_group=0")
+        assert state(*ppo) == "note"
+        assert state(*ppo, "learner.critic.optimizer.name=adamw_8bit") == "missing"
 
 
 @pytest.mark.parametrize(("setting", "state"), [("torch", "note"), ("vllm", "missing")])
