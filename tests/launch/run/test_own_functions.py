@@ -28,7 +28,7 @@ def paid(completions, **columns):
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(MODULE)
-    (tmp_path / "leaves.py").write_text("raise SystemExit('bye')\n")
+    (tmp_path / "leaves.py").write_text("import os; os._exit(0)\n")
     monkeypatch.chdir(tmp_path)
     # Both this process and those that it starts find an objective's module there.
     monkeypatch.syspath_prepend(tmp_path)
