@@ -59,7 +59,7 @@ def load(path: str, *, key: str, process: str) -> Any:
     split_path(path)
     try:
         return resolve(path)
-    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything
         raise ConfigError(
             f"{key}={path} can't be imported: {type(error).__name__}: {error}. Install its module, or "
             f"put its folder on PYTHONPATH of {process}"

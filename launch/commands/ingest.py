@@ -146,6 +146,9 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n\n".join(_table(report, unit) for report in reports))
         if writer is not None:
             print(f"\n{writer.rows:,} rows written to {writer.path} ({writer.form.name})")
+    if not any(report["kept"] for report in reports):
+        rows = sum(report["rows"] for report in reports)
+        raise DataError(f"no row can be used, of {rows:,}: the table says what left them out")
     return 0
 
 

@@ -12,6 +12,7 @@ A new objective is a function or class with a ``@register("name")`` and an entry
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields, make_dataclass
@@ -206,7 +207,7 @@ def make(
         settings = kind_of(name)(name=name, **changes)
     entry = REGISTRY.get(name)
     if entry is None:
-        entry = _imported(name)
+        entry = imported(name)
     made: Objective
     if isinstance(entry, type):
         made = entry(_settings_of(entry, settings))
@@ -231,15 +232,28 @@ def _settings_of(kind: type[Objective], settings: ObjectiveConfig) -> ObjectiveC
     return derived
 
 
-def _imported(path: str) -> Any:
+def imported(path: str) -> Any:
+    """The subclass of :class:`Objective` or the function that a config names by its import path.
+
+    Raises:
+        ConfigError: there is none, it can't be called as a loss is, or its module can't be imported.
+    """
     check_name(path)
+    named = f"learner.objective.name={path!r}"
     found = load(path, key="learner.objective.name", process="the learner")
     if isinstance(found, type):
         if issubclass(found, Objective):
             return found
     elif callable(found):
+        try:
+            inspect.signature(found).bind(None, None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"{named} can't be called with (rows, scalars, settings): {error}"
+            ) from None
+        except ValueError:
+            pass  # Functions written in C may have no signature.
         return found
     raise ConfigError(
-        f"learner.objective.name={path!r} is neither a subclass of Objective nor a function "
-        f"loss(rows, scalars, settings)"
+        f"{named} is neither a subclass of Objective nor a function loss(rows, scalars, settings)"
     )

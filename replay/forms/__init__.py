@@ -6,6 +6,9 @@ columns of its first row; where several forms have the same columns, the config 
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,10 +228,10 @@ def named_form(name: str) -> Form:
     """The form with this name, or a user's own.
 
     Raises:
-        ConfigError: there is no such form or function.
+        ConfigError: there is no such form or function, or the function can't be called with a row.
     """
     if ":" in name:
-        function = import_path.load(name, key="form", process="the ingest")
+        function = _imported(name)
         return Form(
             name=name,
             about="a function of yours",
@@ -245,13 +248,32 @@ def named_form(name: str) -> Form:
     )
 
 
+def _imported(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    # Appended at the end, so that nothing there hides an installed module.
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
+    function: Any = import_path.load(
+        name, key="form", process="Tandem, or start Tandem in that folder"
+    )
+    if not callable(function):
+        raise ConfigError(f"form={name} isn't a function: {function!r:.200}")
+    try:
+        inspect.signature(function).bind({})
+    except TypeError as error:
+        raise ConfigError(f"form={name} can't be called with a row: {error}") from None
+    except ValueError:
+        pass  # Functions written in C may have no signature.
+    return function
+
+
 def _own(
     name: str, function: Callable[[Mapping[str, Any]], Any], *, whole: bool
 ) -> Callable[[Mapping[str, Any]], Content]:
     def read(row: Mapping[str, Any]) -> Content:
         try:
             made = function(row)
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
             raise RowError(
                 "row", row, f"was refused by {name}", f"{type(error).__name__}: {error}"[:200]
             ) from None

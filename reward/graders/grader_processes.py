@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...common.cores import usable_cores
-from ...common.errors import TandemError, WireError
+from ...common.errors import ConfigError, TandemError, WireError
 from ...common.records import Verdict
 from .deadlines import LONGEST, LOOK_AGAIN, SLOW, InLine, fair_share, is_over, relief
 from .pipes import (
@@ -233,7 +233,7 @@ class GraderProcesses:
             match message:
                 case Refused():
                     self._stop_zygote()
-                    raise TandemError(message.why)
+                    raise ConfigError(message.why)
                 case Ready():
                     self._ready = True
                     self.limits = list(message.limits)

@@ -9,7 +9,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -155,7 +155,8 @@ def _numbers(
     is_array = callable(as_list)
     try:
         values = as_list() if callable(as_list) else list(returned)
-        if not isinstance(values, list):
+        # The keys of a mapping aren't rewards, and a set's elements have no order.
+        if not isinstance(values, list) or isinstance(returned, Mapping | Set):
             raise TypeError
     except TypeError:
         raise TypeError(f"it returned {returned!r:.80}, not a list of {count} numbers") from None

@@ -19,6 +19,7 @@ from ....reward.components.scoring import Scorer
 from ....reward.reading import modes
 from ...callbacks.caller import Caller, Ended
 from ...host import existing_redis
+from . import own_functions
 
 
 def check_named(config: Config) -> None:
@@ -34,6 +35,7 @@ def check_named(config: Config) -> None:
                 f"{key}={path!r}: there is no module {module!r} where {process} would look for it: "
                 f"install it, or put its folder on PYTHONPATH"
             )
+    _check_functions(config)
     if config.run.callbacks:
         _check_callbacks(config.run.callbacks, config.run.callback_memory_mb)
     total, critic = config.run.steps, config.learner.critic
@@ -44,6 +46,17 @@ def check_named(config: Config) -> None:
         if is_import_path(optimizer.schedule):
             first = 1 if total is None else warmup_of(optimizer, total) + 1
             _check_schedule(key, optimizer.schedule, first, total)
+
+
+def _check_functions(config: Config) -> None:
+    """Imports the objective and the reward functions, if processes of this host will call them."""
+    name, launch = config.learner.objective.name, config.launch
+    # An objective's module needs torch, which a host with a dry run or with other processes alone may lack.
+    if is_import_path(name) and launch.learner == "here" and importlib.util.find_spec("torch"):
+        own_functions.check("objective", (name,))
+    rewards = tuple(part.name for part in config.reward.components if is_import_path(part.name))
+    if rewards and (config.reward.pools or config.learner.source == "offline"):
+        own_functions.check("rewards", rewards)
 
 
 @lru_cache

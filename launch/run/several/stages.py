@@ -23,6 +23,7 @@ from ....common.plain import read_object
 from ....common.run_folder import RunFolder, read_stages, write_atomic
 from ...board.terminal import Terminal
 from ...host.folder_lock import FolderLock
+from ...host.preflight import check_critic, check_model, check_teacher
 from ...wording import shown, shown_tandem
 from .. import summary
 from ..job import run_job
@@ -31,6 +32,8 @@ from ..opened.presets import FOLDER, Preset, over
 from ..opened.record import as_kept
 
 _NAMED = re.compile(r"\{([a-z][a-z0-9-]*)\}")
+_FOLDER = re.compile(r"\{([\w-]+)\}/")
+"""How a setting begins that is a path in a named folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +60,19 @@ def placed(preset: Preset, overrides: Sequence[str]) -> list[Placed]:
     """The stages of a preset in their order, one round after the other.
 
     Raises:
-        ConfigError: a stage names a folder that no stage before it makes.
+        ConfigError: a stage names a folder that no stage before it makes, or no stage at all.
     """
     rounds = _rounds(preset, overrides)
     # One round of several is the beginning of more.
     numbered = max(rounds, preset.rounds) > 1
     top = folder_of(preset, overrides)
     names = [stage.name for stage in preset.stages]
+    for stage in preset.stages:
+        for word in _folders(stage.own):
+            if word not in (*names, "run", "round"):
+                raise ConfigError(
+                    f"{preset.path}: stage {stage.name} names {{{word}}}: the stages are {', '.join(names)}"
+                )
     made: list[Placed] = []
     for number in range(1, rounds + 1):
         for stage in preset.stages:
@@ -97,6 +106,17 @@ def _rounds(preset: Preset, overrides: Sequence[str]) -> int:
     if not given[-1].isdecimal() or int(given[-1]) < 1:
         raise ConfigError(f"rounds={given[-1]} should be a number from 1")
     return int(given[-1])
+
+
+def _folders(tree: Any) -> Iterator[str]:
+    """Names with which settings begin that are paths in a named folder."""
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for value in tree:
+            yield from _folders(value)
+    elif isinstance(tree, str) and (found := _FOLDER.match(tree)):
+        yield found[1]
 
 
 def _filled(tree: Any, names: Sequence[str], places: Mapping[str, str], number: int) -> Any:
@@ -266,7 +286,7 @@ def _refuse_renaming(top: RunFolder, before: Sequence[str], stages: Sequence[Pla
 def _open(
     stages: Sequence[Placed], overrides: Sequence[str], known: Sequence[str], fresh: bool = False
 ) -> list[Opening]:
-    """Looks at every stage's folder and refuses what can't work; writes nothing."""
+    """Looks at every stage's folder, and for what it begins from, and refuses what can't work; writes nothing."""
     openings = [_opening(stage, stages, overrides, known, fresh) for stage in stages]
     kinds = [opening.kind for opening in openings]
     for place, stage in enumerate(stages):
@@ -278,7 +298,52 @@ def _open(
                 f"stage {stage.label} can't go on, since stage {later[-1]} has begun from what it made: "
                 f"start over with --fresh (the folder is moved aside), or name another with run.dir=…"
             )
+    for place, (stage, opening) in enumerate(zip(stages, openings, strict=True)):
+        if opening.kind is not Kind.FINISHED:
+            made = [one.folder.absolute() for one in stages[: place + 1]]
+            try:
+                _look_for_inputs(opening, made)
+            except (ConfigError, DataError) as error:
+                raise type(error)(f"stage {stage.label}: {error}") from None
     return openings
+
+
+def _look_for_inputs(opening: Opening, made: Sequence[Path]) -> None:
+    """Refuses a stage of which a model or data set isn't there; looks for nothing that a stage is to make.
+
+    Args:
+        opening: a stage that is to begin or to go on.
+        made: the folders of this stage and of those before it.
+
+    Raises:
+        ConfigError: a model doesn't fit the stage's other settings.
+        DataError: something isn't there, or lacks something.
+    """
+    from ....common import hub
+    from ....replay.forms import data_files
+
+    config = opening.config
+
+    def is_made(path: str) -> bool:
+        place = Path(os.path.abspath(opening.folder.resolve(path)))
+        return any(place.is_relative_to(folder) for folder in made)
+
+    if not is_made(config.model.path):
+        check_model(config)
+    critic, teacher = config.learner.critic, config.learner.teacher
+    if critic is not None and critic.model is not None and not is_made(critic.model):
+        check_critic(config)
+    if teacher is not None and not is_made(teacher) and not is_made(config.model.path):
+        check_teacher(config)
+    paths = [source.path for source in config.data.train]
+    paths += [one.path for one in config.data.evaluate]
+    if config.data.archive is not None:
+        paths.append(config.data.archive)
+    for path in paths:
+        place = opening.folder.resolve(path)
+        # What is on the hub is fetched when its stage begins.
+        if not is_made(path) and not hub.is_hub_name(path, place):
+            data_files(place)
 
 
 def _opening(

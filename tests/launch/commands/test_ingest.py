@@ -176,9 +176,56 @@ def test_hostile_texts_leave_the_terminal_alone(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_lines(here / "a.jsonl", [{"question": "\x1b]0;x\x07\u202e", "answer": ["\x1b[2J", 1]}])
-    assert main(["ingest", "a.jsonl"]) == 0
+    assert main(["ingest", "a.jsonl"]) == 2
     out = capsys.readouterr().out
     assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(out)
+
+
+OWN = """
+import sys
+
+number = 3
+
+def card(row):
+    return {"question": row["front"] + "=?", "answer": row["back"]}
+
+def typo(row):
+    return {"question": row["frnt"], "answer": row["back"]}
+
+def leaves(row):
+    sys.exit("bye")
+
+def takes_none():
+    return {}
+"""
+
+
+def test_a_form_of_ones_own_is_found_where_the_command_is_given(here: Path) -> None:
+    (here / "shapes.py").write_text(OWN)
+    (here / "goes.py").write_text("raise SystemExit('bye')")
+    write_lines(here / "a.jsonl", [{"front": f"1+{n}", "back": str(1 + n)} for n in range(3)])
+
+    def ingest(form: str) -> tuple[int, str, str]:
+        words = [sys.executable, "-P", "-m", "tandem.launch", "ingest", "a.jsonl", "--form", form]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    code, table, _ = ingest("shapes:card")
+    assert code == 0
+    assert "kept                 3" in table
+    for form in ("shapes:typo", "shapes:leaves"):
+        code, table, told = ingest(form)
+        assert code == 2
+        assert f"3  row was refused by {form}" in table
+        assert "no row can be used, of 3: the table says" in told
+    for form, why in (
+        ("shapes:number", "isn't a function: 3"),
+        ("shapes:takes_none", "can't be called with a row"),
+        ("goes:away", "can't be imported: SystemExit: bye"),
+    ):
+        code, table, told = ingest(form)
+        assert (code, table) == (2, "")
+        assert f"form={form} {why}" in told
 
 
 @pytest.mark.parametrize(

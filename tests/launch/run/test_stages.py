@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import newest_stage
+from tandem.launch.cli import main
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.several import stages
 from tandem.launch.run.several.stages import folder_of, of_preset, placed, run_words, words_of
@@ -158,6 +160,60 @@ def test_a_later_stage_is_refused_before_the_first_begins() -> None:
             run_words([path, word], fresh=False, offline=False, plain=True)
         assert said in str(caught.value)
     assert not Path("runs").exists()
+
+
+LATER = """
+base: miniature-sft
+run: {{steps: 1}}
+evaluate: {{at_start: false, at_end: false, every: 0}}
+stages:
+  - {{name: warm}}
+  - {{name: own, {section}}}
+"""
+OWN_DATA = "data: {{miniature: null, evaluate: [], {}}}"
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ('model: {path: "{wram}/model"}', "stage own names {wram}: the stages are warm, own"),
+        ("model: {path: nosuch/folder/of/mine}", "stage own: model.path=nosuch/folder/of/mine"),
+        (
+            "base: miniature-on-policy, learner: {objective: {name: distill}, teacher: nosuch/folder/of/mine}",
+            "stage own: learner.teacher=nosuch/folder",
+        ),
+        (OWN_DATA.format("train: [{path: nosuch.jsonl}]"), "stage own: nosuch.jsonl is missing"),
+        (
+            "data: {evaluate: [{path: nosuch.jsonl, name: q}]}",
+            "nosuch.jsonl is missing",
+        ),
+        ("learner: {objective: {name: 'my_own:nothere'}}", "has no attribute 'nothere'"),
+        ("reward: {components: [{name: 'my_own:nothere'}]}", "has no attribute 'nothere'"),
+    ],
+)
+def test_what_a_later_stage_names_is_looked_for_before_the_first_begins(
+    section: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("my_own.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    path = written(LATER.format(section=section))
+    assert main(["start", path]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_what_an_earlier_stage_will_make_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("q.jsonl").write_text('{"question": "1+1=?", "answer": "2"}\n')
+    train = 'train: [{path: "{warm}/archive"}, {path: q.jsonl}, {path: org/set:train, name: hub}]'
+    section = f'model: {{path: "{{warm}}/model"}}, {OWN_DATA.format(train)}'
+    monkeypatch.setattr(stages, "run_job", lambda *_, **__: 3)
+    path = written(LATER.format(section=section))
+    assert run_words([path], fresh=False, offline=False, plain=True) == 3
 
 
 def test_a_folder_of_something_else_is_left_alone() -> None:

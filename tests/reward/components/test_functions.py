@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tandem.common.config import ComponentConfig, RewardConfig
-from tandem.common.errors import ConfigError, TandemError
+from tandem.common.errors import ConfigError
 from tandem.common.records import Verdict
 from tandem.reward.components.functions import columns
 from tandem.reward.components.registry import Graded
@@ -69,6 +69,12 @@ def short(completions, **columns):
 
 def not_a_number(completions, **columns):
     return [float("nan")] * len(completions)
+
+def by_text(completions, **columns):
+    return {n: 0.5 for n, text in enumerate(completions)}
+
+def at_once(completions, **columns):
+    return set(range(len(completions)))
 
 def wants_more(completions, difficulty):
     return [1.0] * len(completions)
@@ -284,7 +290,8 @@ def test_a_function_that_breaks_the_form_is_a_crash_that_says_how(
     module: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = tuple(
-        own(name, scope="group") for name in ("short", "not_a_number", "wants_more", "too_few")
+        own(name, scope="group")
+        for name in ("short", "not_a_number", "by_text", "at_once", "wants_more", "too_few")
     )
     with Grader(RewardConfig(components=parts, graders=1)) as grader:
         grades = grader.grade_texts(items("a", "b"))
@@ -292,6 +299,11 @@ def test_a_function_that_breaks_the_form_is_a_crash_that_says_how(
     assert "own_rewards:short: ValueError: it returned 1 values for 2 completions" in caplog.text
     assert "it returned 1 rewards for the tokens of completion 0, which are 7" in caplog.text
     assert "own_rewards:not_a_number: ValueError: it returned nan" in caplog.text
+    for told in (
+        "by_text: TypeError: it returned {0: 0.5, 1: 0.5}",
+        "at_once: TypeError: it returned {0, 1}",
+    ):
+        assert f"own_rewards:{told}, not a list of 2 numbers" in caplog.text
     assert "own_rewards:wants_more: TypeError: it needs the column 'difficulty'" in caplog.text
 
 
@@ -309,7 +321,8 @@ def test_a_function_that_is_not_there_is_told_of_at_start(
 ) -> None:
     config = RewardConfig(components=(ComponentConfig(name=path),), graders=1)
     with Grader(config) as grader:
-        with pytest.raises(TandemError, match=told):
+        # A pool's process that ends by it isn't started again.
+        with pytest.raises(ConfigError, match=told):
             grader.canary()
 
 
