@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -60,14 +61,28 @@ class Nccl(Channel):
 
     def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
         super().__init__(settings, device)
-        self._stream: torch.cuda.Stream | None = None
-        self._copies: torch.cuda.Stream | None = None
+        # Made with the group.
+        self._stream: Any = None
+        self._copies: Any = None
+        self._buffers: list[torch.Tensor] = []
 
     def abort(self) -> None:
         """Aborts the communicator in a daemon thread; returns at once."""
         group, self._group = self._group, None
         if group is not None:
-            threading.Thread(target=group.abort, name="nccl-abort", daemon=True).start()
+            threading.Thread(
+                target=self._abort, args=(group,), name="nccl-abort", daemon=True
+            ).start()
+
+    def _abort(self, group: Any) -> None:
+        """Aborts a communicator; then its buffers may go."""
+        try:
+            group.abort()
+        except RuntimeError as error:
+            log.warning(f"an NCCL channel couldn't be aborted: {first_line(error)}")
+        # Until then a kernel of NCCL's may use the buffers, which the allocator would give to somebody else.
+        self._stream.synchronize()
+        self._buffers = []
 
     def _close(self) -> None:
         self.abort()
@@ -80,6 +95,8 @@ class Nccl(Channel):
         # torch for CPUs has none.
         from torch.distributed import ProcessGroupNCCL
 
+        self._stream = torch.cuda.Stream(self.device)
+        self._copies = torch.cuda.Stream(self.device)
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=max(1.0, self.settings.open_seconds))
         options.is_high_priority_stream = False
@@ -89,18 +106,21 @@ class Nccl(Channel):
             raise WeightsError(
                 f"the NCCL channel couldn't be opened: {first_line(error)}"
             ) from None
-        self._stream = torch.cuda.Stream(self.device)
-        self._copies = torch.cuda.Stream(self.device)
 
     def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
         """Passes the pieces through two buffers of GPU memory in turn: one is sent or received while
         the other is copied from or to the host's memory."""
         deadline = time.monotonic() + self.settings.stage_seconds
         most = max(piece.numel() for piece in pieces)
-        buffers = [
-            torch.empty(most, dtype=torch.uint8, device=self.device)
-            for _ in range(min(IN_FLIGHT, len(pieces)))
-        ]
+        # The allocator takes memory that was freed on the same stream, of which queued kernels may still make use. On
+        # a thread's first stream those would be the training thread's, for which the side streams don't wait.
+        with self._on(self._copies):
+            buffers = [
+                torch.empty(most, dtype=torch.uint8, device=self.device)
+                for _ in range(min(IN_FLIGHT, len(pieces)))
+            ]
+        self._buffers = buffers
+        self._stream.wait_stream(self._copies)
         passages = [
             buffers[index % IN_FLIGHT][: piece.numel()] for index, piece in enumerate(pieces)
         ]
@@ -121,7 +141,7 @@ class Nccl(Channel):
                 under_way.append(self._post(verb, passages[index]))
 
     @contextlib.contextmanager
-    def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
