@@ -6,17 +6,14 @@ Nothing heavy is imported before the sub-command is known, so that ``tandem --he
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
-from ..common import disk
-from ..common.errors import ConfigError, TandemError
+from ..common.errors import ConfigError
 from ..common.printable import guard_output
+from .failures import tell
 from .wording import nearest
 
 COMMANDS: dict[str, str] = {
@@ -55,11 +52,6 @@ COMMANDS: dict[str, str] = {
     "make-miniature": "write the miniature's problems and traces, or make its base model",
 }
 """Sub-command to its line in the help; ``commands/<name>.py`` implements it."""
-
-REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, *disk.FULL)
-"""Errors of the system that a user can do something about."""
-MISTAKEN = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
-"""Errors of the system that a user's mistake makes, where they are about a path that the command line has."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -118,41 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = dispatch(words)
         sys.stdout.flush()
-        return code
-    except TandemError as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # Whoever read our output has gone (`| head`). Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        if disk.is_full(error) and error.filename is None:
-            # Python would complain about standard output again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            print(f"tandem: the output can't be written: {error.strerror}", file=sys.stderr)
-            return 1
-        if error.errno in MISTAKEN and _was_given(error.filename, words):
-            print(f"tandem: {error.filename}: {error.strerror}", file=sys.stderr)
-            return 1
-        if error.errno not in REFUSED or error.filename is None:
+    except (Exception, KeyboardInterrupt) as error:
+        told = tell(error, words)
+        if told is None:
             raise
-        print(
-            f"tandem: {error.filename}: {error.strerror}: look at its permissions and its disk, or "
-            f"name another place (of a run: run.dir=…)",
-            file=sys.stderr,
-        )
-        return 1
-
-
-def _was_given(path: object, words: Sequence[str]) -> bool:
-    """Whether a path is one of the words of a command line or the value of one, or below it."""
-    values = (part for word in words for part in (word, word.partition("=")[2]) if part)
-    places = {Path(value).expanduser().absolute() for value in values}
-    place = Path(str(path)).absolute()
-    return any(one in places for one in (place, *place.parents))
+        return told
+    return code
 
 
 if __name__ == "__main__":

@@ -137,6 +137,9 @@ def interfaces(seat: Seat, weights: str | None = None) -> dict[str, str]:
 def process_group(seat: Seat, weights: str | None = None) -> Iterator[None]:
     """The default process group: gloo for CPU tensors, and NCCL for CUDA tensors if there are GPUs.
 
+    After an error the group of several ranks is still there: with NCCL a rank that leaves it waits for the others,
+    which may wait for this one. The process should then end by ``os._exit``, since the group's destructor may wait too.
+
     Args:
         seat: this rank's place.
         weights: address or interface of the weight channel, if NCCL may carry it.
@@ -160,10 +163,13 @@ def process_group(seat: Seat, weights: str | None = None) -> Iterator[None]:
     if descriptor is not None and backend == "gloo":
         # NCCL's watchdog may open a connection of its own later.
         _stop_listening(descriptor)
+    failed = True
     try:
         yield
+        failed = False
     finally:
-        dist.destroy_process_group()
+        if seat.world_size == 1 or not failed:
+            dist.destroy_process_group()
 
 
 def broadcast_bytes(payload: bytes | None, source: int = 0) -> bytes:

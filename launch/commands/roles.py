@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -127,6 +128,7 @@ def run_role(
     from ...common.memory import telling_parts
     from ...common.telemetry import start_log
     from ...replay.hosts import new_member
+    from ..failures import tell
     from ..plan.advice import advice
     from ..run.processes.parts import THREAD_VARIABLES
 
@@ -146,12 +148,27 @@ def run_role(
         os.environ.update(dict.fromkeys(unset, str(_threads(role, config))))
     entry = importlib.import_module(ENTRY[role])
     try:
-        with telling_parts(dict):
-            code = int(entry.main(join, config, name=name, folder=folder, **more(config)))
-    except OutOfMemoryError as error:
-        raise OutOfMemoryError(error.asked, error.parts, name, advice(config, role)) from error
-    # Everything is written and closed. A native thread still waiting for a peer (gloo can't be
-    # woken) would abort the interpreter's own shutdown and turn success into a SIGABRT.
+        try:
+            with telling_parts(dict):
+                code = int(entry.main(join, config, name=name, folder=folder, **more(config)))
+        except OutOfMemoryError as error:
+            named = OutOfMemoryError(error.asked, error.parts, name, advice(config, role))
+            raise named from error
+    except (Exception, KeyboardInterrupt) as error:
+        if role != "learner" or config.learner.ranks == 1:
+            raise
+        # Its process group is still there, whose destructor may wait for the other ranks (rendezvous.py).
+        told = tell(error, [str(value) for value in vars(arguments).values()])
+        if told is None:
+            traceback.print_exception(error)
+        _leave(1 if told is None else told)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process at once, now that everything is written and closed."""
+    # A native thread still waiting for a peer (gloo can't be woken) would abort the interpreter's own
+    # shutdown and turn success into a SIGABRT.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
