@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu",
         metavar="KIND",
-        help="H100 (default where this machine has none), H200, A100, A100-40, L40S, A10, L4, "
+        help="H100 (default where this machine has none), H200, A100, A100-40, L40S, L40, A10, A10G, L4, "
         "RTX4090",
     )
     parser.add_argument("--gpu-memory", type=float, metavar="GB", help="of one GPU")

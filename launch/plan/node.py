@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 from ...common.errors import ConfigError
@@ -56,7 +57,9 @@ KINDS: dict[str, Node] = {
     "A100": _kind("A100", 80, 312, 2039, 300),
     "A100-40": _kind("A100-40", 40, 312, 1555, 300),
     "L40S": _kind("L40S", 48, 362, 864, 32),
+    "L40": _kind("L40", 48, 181, 864, 32),
     "A10": _kind("A10", 24, 125, 600, 32),
+    "A10G": _kind("A10G", 24, 70, 600, 32),
     "L4": _kind("L4", 24, 121, 300, 32),
     "RTX4090": _kind("RTX4090", 24, 165, 1008, 32),
 }
@@ -102,7 +105,8 @@ def _like(machine: Machine) -> str | None:
     """The kind of this machine's first GPU, if it is known."""
     if not machine.gpus:
         return None
-    name = machine.gpus[0].name.upper().replace(" ", "")
-    # The longest: an A100 is no A10.
-    kind = max((k for k in KINDS if k in name), key=len, default=None)
+    name = machine.gpus[0].name.upper().replace("RTX ", "RTX")
+    # Whole words: an A100 is no A10, and an L40 no L4.
+    words = re.split(r"[^A-Z0-9]+", name)
+    kind = next((k for k in KINDS if k in words), None)
     return "A100-40" if kind == "A100" and machine.gpus[0].memory_mb < 50_000 else kind

@@ -328,5 +328,7 @@ def _prepare_environment() -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         # Several workers share the host, so each has as many threads as it was given, on any core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # On GPUs float32 models have Triton's attention, whose products would have TF32's ten bits.
+        "TRITON_F32_DEFAULT": "ieee",
     }.items():
         os.environ.setdefault(name, value)

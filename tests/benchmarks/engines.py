@@ -36,7 +36,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import engine_worker
 
-from tandem.common.config import ModelConfig, RolloutConfig
+from tandem.common.config import ModelConfig, RolloutConfig, VllmConfig
 from tandem.common.models import load_model
 from tandem.common.records import SamplingParams
 from tandem.rollout.engine import Engine, GroupRequest
@@ -245,11 +245,18 @@ class Generate:
 class OwnEngine:
     """One of Tandem's engines, made as a worker makes it."""
 
-    def __init__(self, folder: Path, kind: str, case: Case, dtype: str = "float32") -> None:
+    def __init__(
+        self, folder: Path, kind: str, case: Case, dtype: str = "float32", share: float = 0.9
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._engine: Engine = make_engine(
             ModelConfig(path=str(folder), dtype=dtype),  # type: ignore[arg-type]
-            RolloutConfig(engine=kind, group_size=case.group, max_new_tokens=case.new),
+            RolloutConfig(
+                engine=kind,
+                group_size=case.group,
+                max_new_tokens=case.new,
+                vllm=VllmConfig(gpu_memory_utilization=share),
+            ),
             max_rows=case.rows,
             max_prompt_tokens=case.prompt,
         )
@@ -287,9 +294,10 @@ class OwnEngine:
         self._loop.close()
 
 
-def measure(case: Case, given: argparse.Namespace, sides: Sequence[str]) -> list[dict[str, Any]]:
+def measure(
+    case: Case, given: argparse.Namespace, sides: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """One record for each of equal and varied lengths."""
-    found = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -298,7 +306,8 @@ def measure(case: Case, given: argparse.Namespace, sides: Sequence[str]) -> list
         makers: dict[str, Callable[[], Any]] = {
             "generate": lambda: Generate(folder, given.dtype),
             "torch": lambda: OwnEngine(folder, "torch", case, given.dtype),
-            "vllm": lambda: OwnEngine(folder, "vllm", case, given.dtype),
+            # On a GPU that it shares with the model of ``generate``.
+            "vllm": lambda: OwnEngine(folder, "vllm", case, given.dtype, share=0.5),
         }
         made = {side: makers[side]() for side in sides}
         try:
@@ -315,11 +324,10 @@ def measure(case: Case, given: argparse.Namespace, sides: Sequence[str]) -> list
                         rates[side].append(useful / made[side].run(case, new, given.wall))
                 record = summary(case, "varied" if varied else "equal", rates)
                 print(row(record), flush=True)
-                found.append(record)
+                yield record
         finally:
             for one in made.values():
                 one.close()
-    return found
 
 
 def whole_worker(case: Case, given: argparse.Namespace) -> list[dict[str, Any]]:

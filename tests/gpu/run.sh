@@ -56,7 +56,10 @@ trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
 why="isn't there"
-[ -x "$venv/bin/python" ] && why="$("$venv/bin/python" -c "$complete" "$device" 2>&1 | tail -n 1)"
+lacking() { # sets why to what Python $1 lacks, or to nothing; whatever an import warns of doesn't count
+  if why="$("$1" -W ignore -c "$complete" "$device" 2>&1)"; then why=""; else why="$(tail -n 1 <<<"$why")"; fi
+}
+[ -x "$venv/bin/python" ] && lacking "$venv/bin/python"
 if [ -x "$venv/bin/python" ] && [ -z "$why" ]; then
   python="$venv/bin/python"
 else
@@ -86,7 +89,7 @@ print("\n".join(f for f in sys.path if f in folders or f.endswith(("site-package
   "$outside" -m pip --python "$python" install -q --no-index --no-deps --no-cache-dir \
     --disable-pip-version-check --find-links "$wheels" "$@" || stop "pip couldn't install the wheels"
   # Tandem's tests and processes are started by this name, too.
-  why="$("$python" -c "$complete" "$device" 2>&1 | tail -n 1)"
+  lacking "$python"
   [ -z "$why" ] || stop "the environment $why" \
     "carry what $outside lacks: python tests/gpu/wheels.py --out .gpu-wheels --carry ..."
 fi

@@ -674,9 +674,29 @@ def test_this_machines_gpus_are_taken_as_they_are() -> None:
     here = machine(Gpu(index=0, name="NVIDIA A100-SXM4-40GB", memory_mb=40_960))
     found = node(here, needed=8)
     assert (found.gpus, found.kind, found.memory) == (1, "A100-40", 40_960 << 20)
-    assert node(machine(Gpu(index=0, name="NVIDIA A10G", memory_mb=1)), needed=1).kind == "A10"
     other = node(machine(Gpu(index=0, name="NVIDIA Z9", memory_mb=1)), needed=1)
     assert other.kind == "NVIDIA Z9 (taken for an H100)"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA RTX A1000", "NVIDIA RTX A1000 (taken for an H100)"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "A100"),
+    ],
+)
+def test_a_gpu_is_known_by_its_whole_name(name: str, kind: str) -> None:
+    assert node(machine(Gpu(index=0, name=name, memory_mb=80_000)), needed=1).kind == kind
 
 
 def test_what_is_given_goes_over_what_is_here() -> None:
