@@ -6,14 +6,19 @@ a preset differs, ``DEVIATIONS`` lists what it has instead: a table that agrees 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.common.config import Config
+from tandem.common.config import Config, of_set
 from tandem.common.config.checks.choices import rows_of_group, why_not_started
+from tandem.common.prompts import render_text
+from tandem.launch.miniature import tokenizer as miniature
 from tandem.launch.run.opened.presets import FOLDER, load, names
 from tandem.launch.run.several.stages import placed
+from tandem.replay.forms import DataRow, read_rows
 
 Table = dict[str, Any]
 
@@ -663,6 +668,25 @@ def test_a_published_preset_may_be_started_names_its_source_and_says_that_nobody
     assert preset.untested
     first = (FOLDER / f"{name}.yaml").read_text().split("\n", 1)[0]
     assert first.startswith("# Source: ")
+
+
+@pytest.mark.parametrize("which", ["128", "256", "512", "1024", "all", "correct"])
+def test_held_out_problems_get_the_template_that_the_training_prompts_hold(
+    which: str, tmp_path: Path
+) -> None:
+    config = load(f"qwen2.5-math-1.5b-sft-{which}-1gpu").resolve([])
+    (held_out,) = config.data.evaluate
+    file = tmp_path / "validation.jsonl"
+    # As a row of the source's MATH/validation.jsonl.
+    row = {"problem": "What is 2+2?", "level": "Level 1", "subject": "Algebra", "answer": "4"}
+    file.write_text(json.dumps(row))
+    (read,) = read_rows(file, held_out.form)
+    assert isinstance(read, DataRow)
+    own = of_set(config, held_out)
+    messages = [{"role": turn.role, "content": turn.content} for turn in read.content.prompt]
+    text = render_text(miniature.build(), messages, own.data)
+    assert text.endswith("User: What is 2+2?\nAssistant: <think>")
+    assert own.data.stops == ("</answer>",)
 
 
 @pytest.mark.parametrize("name", STAGED)
