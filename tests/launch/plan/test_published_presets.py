@@ -29,6 +29,7 @@ def settings(config: Config) -> Table:
     offline = config.learner.source == "offline"
     warmup = optimizer.warmup_share
     lora, critic = config.learner.lora, config.learner.critic
+    updates = config.learner.minibatches * config.learner.update_epochs
     return {
         "model": config.model.path,
         "dtype": config.model.dtype,
@@ -49,7 +50,9 @@ def settings(config: Config) -> Table:
         "problems": config.replay.groups_per_step,
         "group": config.rollout.group_size,
         "batch": config.replay.groups_per_step * rows_of_group(config),
-        "updates": config.learner.minibatches * config.learner.update_epochs,
+        "updates": updates,
+        # TRL's max_steps counts updates.
+        "max_steps": None if config.run.steps is None else config.run.steps * updates,
         "lora": None if lora is None else (lora.rank, lora.alpha, lora.dropout),
         "lora_targets": None if lora is None else lora.targets,
         "discount": getattr(objective, "discount", None),
@@ -398,8 +401,11 @@ APPWORLD: Table = {
 COUNTDOWN: Table = {
     **R1_ZERO,
     "model": "Qwen/Qwen2.5-7B",
-    "steps": 20_000,
+    "max_steps": 20_000,
     "epochs": None,
+    # 16 samples a device, one accumulation, and TRL generates no more at a time.
+    "batch": 16,
+    "updates": 1,
     "lr": 1e-5,
     "prompt_tokens": 256,
     "tokens": 1024,
