@@ -60,6 +60,7 @@ def settings(config: Config) -> Table:
         "value_clip": getattr(objective, "value_clip", None),
         "value_coefficient": getattr(objective, "value_coefficient", None),
         "critic_lr": None if critic is None else critic.optimizer.lr,
+        "critic_grad_clip": None if critic is None else critic.optimizer.grad_clip,
         "kl_reward": getattr(objective, "kl_reward_coefficient", 0.0),
         "stale": config.replay.max_staleness,
         "traces": config.expert.per_group,
@@ -449,7 +450,7 @@ PPO_VERL: Table = {
     "value_clip": 0.5,
     "value_coefficient": 1.0,
 }
-# trl/experimental/ppo, PPOConfig, with transformers' TrainingArguments.
+# trl/experimental/ppo, PPOConfig and PPOTrainer, v1.0.0 to v1.9.0, with transformers' TrainingArguments.
 PPO_TRL: Table = {
     "loss": "ppo",
     "updates": 4,
@@ -457,12 +458,14 @@ PPO_TRL: Table = {
     "tokens": 53,
     "temperature": 0.7,
     "optimizer": "adamw",
-    "lr": 5e-5,
-    "critic_lr": 5e-5,
+    "lr": 3e-6,
+    "critic_lr": 3e-6,
     "betas": (0.9, 0.999),
     "eps": 1e-8,
     "weight_decay": 0.0,
-    "grad_clip": 1.0,
+    # Nothing in trl/experimental/ppo clips gradients.
+    "grad_clip": 0.0,
+    "critic_grad_clip": 0.0,
     "schedule": "linear",
     "final_lr_share": 0.0,
     "warmup": 0,
@@ -487,6 +490,9 @@ PPO_ONLY: Table = {
     "lr": 3e-7,
     "critic_lr": 3e-7,
     "eps": 1e-5,
+    # max_norm of get_train_ds_config, which both models get.
+    "grad_clip": 1.0,
+    "critic_grad_clip": 1.0,
     "prompt_tokens": 512,
 }
 
