@@ -60,6 +60,8 @@ def settings(config: Config) -> Table:
         "value_clip": getattr(objective, "value_clip", None),
         "value_coefficient": getattr(objective, "value_coefficient", None),
         "critic_lr": None if critic is None else critic.optimizer.lr,
+        "critic_eps": None if critic is None else critic.optimizer.eps,
+        "critic_weight_decay": None if critic is None else critic.optimizer.weight_decay,
         "critic_grad_clip": None if critic is None else critic.optimizer.grad_clip,
         "kl_reward": getattr(objective, "kl_reward_coefficient", 0.0),
         "stale": config.replay.max_staleness,
@@ -489,7 +491,11 @@ PPO_ONLY: Table = {
     "batch": 4,
     "lr": 3e-7,
     "critic_lr": 3e-7,
-    "eps": 1e-5,
+    # torch.optim.AdamW(params, lr=...), twice: the argument eps (1e-5) is used nowhere.
+    "eps": 1e-8,
+    "critic_eps": 1e-8,
+    "weight_decay": 0.01,
+    "critic_weight_decay": 0.01,
     # max_norm of get_train_ds_config, which both models get.
     "grad_clip": 1.0,
     "critic_grad_clip": 1.0,
