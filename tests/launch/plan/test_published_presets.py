@@ -636,6 +636,8 @@ DEVIATIONS: dict[str, Table] = {
     "qwen2.5-0.5b-ppo-verl-1gpu": {"model": "Qwen/Qwen2.5-0.5B-Instruct"},
     "qwen2.5-math-1.5b-expert-iteration-sample-2gpu": NOT_DURING,
     "qwen2.5-math-1.5b-expert-iteration-sft-1gpu": {**NOT_DURING, **over(1024)},
+    # Prompts are cut there, and left out here.
+    "qwen3-0.6b-grpo-math-1gpu": {"prompt_tokens": 512},
     # The plain gradient for several updates is a weight that is held at 1.
     "olmo2-1b-cs336-off-policy-naive-2gpu": WITHOUT_WEIGHTS,
     # A trace and its prompt fit the model's context, and so do evaluations.
