@@ -537,6 +537,14 @@ PUBLISHED: dict[str, Table] = {
         "epochs": 3,
         "lr": 5e-5,
         "warmup": 0.1,
+        # The command is openrlhf.cli.train_sft, whose defaults (OpenRLHF at 6d500d14) are the rest.
+        "optimizer": "adamw",
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "grad_clip": 1.0,
+        "schedule": "cosine",
+        "final_lr_share": 0.1,
     },
     "qwen2.5-math-7b-sft-rl-8gpu": {
         **LUFFY,
