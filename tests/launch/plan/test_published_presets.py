@@ -84,6 +84,7 @@ def settings(config: Config) -> Table:
         "grading": config.reward.mode,
         "train_limits": [source.limit for source in config.data.train],
         "target_tokens": [source.max_target_tokens for source in config.data.train],
+        "accept": config.expert.accept,
         "correct_only": [source.correct_only for source in config.data.train],
         "evaluate_every": config.evaluate.every,
         "evaluate_limit": config.evaluate.limit,
@@ -94,6 +95,9 @@ def settings(config: Config) -> Table:
         "save_every": config.learner.checkpoint_every,
     }
 
+
+EVERY = ("correct", "wrong", "unparsable", "timeout", "memory")
+"""Verdicts of traces where all rows are trained on."""
 
 # LUFFY, arXiv 2504.14945 and its scripts at 01f4ae0: common settings of the four modes.
 LUFFY: Table = {
@@ -153,6 +157,7 @@ UNIQUE: Table = {
     "batch": 16 * 8,
     "tokens": 1024,
     "evaluate_temperature": 0.0,
+    "accept": EVERY,
     "correct_only": [False],
 }
 GRPO_DEFAULT: Table = {
@@ -319,6 +324,7 @@ OMR: Table = {
     "evaluate_top_p": 0.95,
     "batch": 16 * 4,
     "target_tokens": [2048],
+    "accept": EVERY,
     "tokens": 4096,
 }
 # github.com/realwenlongwang/deepseek_r1_zero_reproduce, src/config/grpo_config.py, with TRL's defaults.
@@ -559,7 +565,12 @@ PUBLISHED: dict[str, Table] = {
     "qwen2.5-math-1.5b-sft-512-1gpu": unique(512),
     "qwen2.5-math-1.5b-sft-1024-1gpu": unique(1024, batch=48 * 4),
     "qwen2.5-math-1.5b-sft-all-1gpu": {**UNIQUE, "epochs": 10, "train_limits": [None]},
-    "qwen2.5-math-1.5b-sft-correct-1gpu": {**UNIQUE, "epochs": 10, "correct_only": [True]},
+    "qwen2.5-math-1.5b-sft-correct-1gpu": {
+        **UNIQUE,
+        "epochs": 10,
+        "accept": ("correct",),
+        "correct_only": [True],
+    },
     "qwen2.5-math-1.5b-grpo-default-2gpu": GRPO_DEFAULT,
     "qwen2.5-math-1.5b-grpo-clip-2gpu": GRPO_CLIP,
     "qwen2.5-math-1.5b-expert-iteration-sample-2gpu": EI_SAMPLE,
