@@ -109,6 +109,8 @@ class AppWorldEnvironment(_Environment):
     """Greatest number of answers in an episode, each with a block of code that is run."""
     single_turn: bool = False
     """Whether an episode is a single answer with all of the code, which is evaluated in any case."""
+    suffix: str = ""
+    """What the message with the task ends in, such as `` /no_think``, by which Qwen3 answers without thoughts."""
 
 
 AnyEnvironment = Annotated[

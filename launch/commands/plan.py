@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ..run.opened.presets import load, split
-    from ..run.several.stages import of_preset
+    from ..run.several.stages import of_plan
 
     name, overrides = split(arguments.words, "miniature")
-    for label, preset, own in of_preset(load(name), overrides):
+    for label, preset, own in of_plan(load(name), overrides):
         if label and not arguments.json:
             print(f"# ---- stage {label}")
         _plan(preset, own, arguments)

@@ -20,7 +20,7 @@ from .opened.opening import Opening, open_preset, open_run
 from .opened.presets import Preset
 from .processes import roles as started
 from .processes.parts import ProcessSpec, command_of
-from .several.stages import of_preset
+from .several.stages import of_plan
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -47,7 +47,7 @@ def dry_run(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
         DataError: the run's folder belongs to another run or is damaged.
     """
     preset, overrides = open_preset(words, offline=offline)
-    for label, run, own in of_preset(preset, overrides):
+    for label, run, own in of_plan(preset, overrides):
         if label:
             print(f"# stage {label}")
         _print(run, open_run(run, own, fresh=fresh, offline=offline and not label))

@@ -79,6 +79,7 @@ class AppWorld:
         root: folder with AppWorld's ``data``; None = the working directory.
         max_interactions: greatest number of answers.
         single_turn: whether the first answer is the only one; it is evaluated in any case.
+        suffix: what the message with the task ends in.
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class AppWorld:
         root: str | None = None,
         max_interactions: int = 30,
         single_turn: bool = False,
+        suffix: str = "",
     ) -> None:
         self._command = shlex.split(command)
         self._root = Path(root or ".").absolute()
         self._most = 1 if single_turn else max_interactions
         self._single = single_turn
+        self._suffix = suffix
         self._server: subprocess.Popen[bytes] | None = None
         self._port = 0
         # Each server writes what it does into a folder of that name: two episodes of a task must not share one.
@@ -120,7 +123,7 @@ class AppWorld:
         if not isinstance(found, Mapping):
             raise AppWorldError(f"AppWorld opened {name} with {found!r:.200}")
         self._task, self._steps = name, 0
-        return opening(found, self._single)
+        return opening(found, self._single, self._suffix)
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Runs the code in an answer."""
@@ -201,7 +204,9 @@ class AppWorld:
         return answer.status, read
 
 
-def opening(found: Mapping[str, Any], single: bool = False) -> list[dict[str, str]]:
+def opening(
+    found: Mapping[str, Any], single: bool = False, suffix: str = ""
+) -> list[dict[str, str]]:
     """The messages with which an episode begins, from the answer to ``initialize``."""
     person = found.get("supervisor")
     person = person if isinstance(person, Mapping) else {}
@@ -214,7 +219,7 @@ def opening(found: Mapping[str, Any], single: bool = False) -> list[dict[str, st
         f"You act for {', '.join(facts)}.\n"
         f"It is {found.get('datetime', 'a date that the phone knows')}.\n\n"
         f"{RULES.format(what=WHOLE if single else STEPS)}\n\n"
-        f"Task: {found.get('instruction', '')}"
+        f"Task: {found.get('instruction', '')}{suffix}"
     )
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task}]
 

@@ -170,6 +170,28 @@ def of_preset(preset: Preset, overrides: Sequence[str]) -> Iterator[tuple[str, P
         yield stage.label, stage.preset, words_of(stage, overrides, stages)
 
 
+def of_plan(preset: Preset, overrides: Sequence[str]) -> Iterator[tuple[str, Preset, list[str]]]:
+    """As :func:`of_preset`, but a stage whose model or teacher an earlier stage has yet to make gets the model that the
+    earlier stage begins from, which has the same sizes."""
+    begun_from: dict[Path, str] = {}
+    for label, run, words in of_preset(preset, overrides):
+        config = run.resolve(words)
+        model = _begun_from(config.model.path, begun_from)
+        tree: dict[str, Any] = {"model": {"path": model}}
+        if config.learner.teacher is not None:
+            tree["learner"] = {"teacher": _begun_from(config.learner.teacher, begun_from)}
+        if label:
+            begun_from[folder_of(preset, overrides) / label] = model
+            run = replace(run, tree=over(run.tree, tree))
+        yield label, run, words
+
+
+def _begun_from(model: str, stages: Mapping[Path, str]) -> str:
+    """A model, or in place of one that a stage has yet to make the one that this stage begins from."""
+    maker = next((folder for folder in Path(model).parents if folder in stages), None)
+    return model if maker is None or Path(model).exists() else stages[maker]
+
+
 def run_words(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = False) -> int:
     """Runs ``tandem start`` (or ``offline``) and returns the exit code.
 

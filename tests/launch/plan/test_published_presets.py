@@ -6,14 +6,19 @@ a preset differs, ``DEVIATIONS`` lists what it has instead: a table that agrees 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.common.config import Config
+from tandem.common.config import Config, of_set
 from tandem.common.config.checks.choices import rows_of_group, why_not_started
+from tandem.common.prompts import render_text
+from tandem.launch.miniature import tokenizer as miniature
 from tandem.launch.run.opened.presets import FOLDER, load, names
 from tandem.launch.run.several.stages import placed
+from tandem.replay.forms import DataRow, read_rows
 
 Table = dict[str, Any]
 
@@ -24,6 +29,7 @@ def settings(config: Config) -> Table:
     offline = config.learner.source == "offline"
     warmup = optimizer.warmup_share
     lora, critic = config.learner.lora, config.learner.critic
+    updates = config.learner.minibatches * config.learner.update_epochs
     return {
         "model": config.model.path,
         "dtype": config.model.dtype,
@@ -44,7 +50,9 @@ def settings(config: Config) -> Table:
         "problems": config.replay.groups_per_step,
         "group": config.rollout.group_size,
         "batch": config.replay.groups_per_step * rows_of_group(config),
-        "updates": config.learner.minibatches * config.learner.update_epochs,
+        "updates": updates,
+        # TRL's max_steps counts updates.
+        "max_steps": None if config.run.steps is None else config.run.steps * updates,
         "lora": None if lora is None else (lora.rank, lora.alpha, lora.dropout),
         "lora_targets": None if lora is None else lora.targets,
         "discount": getattr(objective, "discount", None),
@@ -52,6 +60,9 @@ def settings(config: Config) -> Table:
         "value_clip": getattr(objective, "value_clip", None),
         "value_coefficient": getattr(objective, "value_coefficient", None),
         "critic_lr": None if critic is None else critic.optimizer.lr,
+        "critic_eps": None if critic is None else critic.optimizer.eps,
+        "critic_weight_decay": None if critic is None else critic.optimizer.weight_decay,
+        "critic_grad_clip": None if critic is None else critic.optimizer.grad_clip,
         "kl_reward": getattr(objective, "kl_reward_coefficient", 0.0),
         "stale": config.replay.max_staleness,
         "traces": config.expert.per_group,
@@ -73,6 +84,7 @@ def settings(config: Config) -> Table:
         "grading": config.reward.mode,
         "train_limits": [source.limit for source in config.data.train],
         "target_tokens": [source.max_target_tokens for source in config.data.train],
+        "accept": config.expert.accept,
         "correct_only": [source.correct_only for source in config.data.train],
         "evaluate_every": config.evaluate.every,
         "evaluate_limit": config.evaluate.limit,
@@ -83,6 +95,9 @@ def settings(config: Config) -> Table:
         "save_every": config.learner.checkpoint_every,
     }
 
+
+EVERY = ("correct", "wrong", "unparsable", "timeout", "memory")
+"""Verdicts of traces where all rows are trained on."""
 
 # LUFFY, arXiv 2504.14945 and its scripts at 01f4ae0: common settings of the four modes.
 LUFFY: Table = {
@@ -142,6 +157,7 @@ UNIQUE: Table = {
     "batch": 16 * 8,
     "tokens": 1024,
     "evaluate_temperature": 0.0,
+    "accept": EVERY,
     "correct_only": [False],
 }
 GRPO_DEFAULT: Table = {
@@ -308,6 +324,7 @@ OMR: Table = {
     "evaluate_top_p": 0.95,
     "batch": 16 * 4,
     "target_tokens": [2048],
+    "accept": EVERY,
     "tokens": 4096,
 }
 # github.com/realwenlongwang/deepseek_r1_zero_reproduce, src/config/grpo_config.py, with TRL's defaults.
@@ -393,8 +410,11 @@ APPWORLD: Table = {
 COUNTDOWN: Table = {
     **R1_ZERO,
     "model": "Qwen/Qwen2.5-7B",
-    "steps": 20_000,
+    "max_steps": 20_000,
     "epochs": None,
+    # 16 samples a device, one accumulation, and TRL generates no more at a time.
+    "batch": 16,
+    "updates": 1,
     "lr": 1e-5,
     "prompt_tokens": 256,
     "tokens": 1024,
@@ -438,7 +458,7 @@ PPO_VERL: Table = {
     "value_clip": 0.5,
     "value_coefficient": 1.0,
 }
-# trl/experimental/ppo, PPOConfig, with transformers' TrainingArguments.
+# trl/experimental/ppo, PPOConfig and PPOTrainer, v1.0.0 to v1.9.0, with transformers' TrainingArguments.
 PPO_TRL: Table = {
     "loss": "ppo",
     "updates": 4,
@@ -446,12 +466,14 @@ PPO_TRL: Table = {
     "tokens": 53,
     "temperature": 0.7,
     "optimizer": "adamw",
-    "lr": 5e-5,
-    "critic_lr": 5e-5,
+    "lr": 3e-6,
+    "critic_lr": 3e-6,
     "betas": (0.9, 0.999),
     "eps": 1e-8,
     "weight_decay": 0.0,
-    "grad_clip": 1.0,
+    # Nothing in trl/experimental/ppo clips gradients.
+    "grad_clip": 0.0,
+    "critic_grad_clip": 0.0,
     "schedule": "linear",
     "final_lr_share": 0.0,
     "warmup": 0,
@@ -475,7 +497,14 @@ PPO_ONLY: Table = {
     "batch": 4,
     "lr": 3e-7,
     "critic_lr": 3e-7,
-    "eps": 1e-5,
+    # torch.optim.AdamW(params, lr=...), twice: the argument eps (1e-5) is used nowhere.
+    "eps": 1e-8,
+    "critic_eps": 1e-8,
+    "weight_decay": 0.01,
+    "critic_weight_decay": 0.01,
+    # max_norm of get_train_ds_config, which both models get.
+    "grad_clip": 1.0,
+    "critic_grad_clip": 1.0,
     "prompt_tokens": 512,
 }
 
@@ -514,6 +543,14 @@ PUBLISHED: dict[str, Table] = {
         "epochs": 3,
         "lr": 5e-5,
         "warmup": 0.1,
+        # The command is openrlhf.cli.train_sft, whose defaults (OpenRLHF at 6d500d14) are the rest.
+        "optimizer": "adamw",
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "grad_clip": 1.0,
+        "schedule": "cosine",
+        "final_lr_share": 0.1,
     },
     "qwen2.5-math-7b-sft-rl-8gpu": {
         **LUFFY,
@@ -528,7 +565,12 @@ PUBLISHED: dict[str, Table] = {
     "qwen2.5-math-1.5b-sft-512-1gpu": unique(512),
     "qwen2.5-math-1.5b-sft-1024-1gpu": unique(1024, batch=48 * 4),
     "qwen2.5-math-1.5b-sft-all-1gpu": {**UNIQUE, "epochs": 10, "train_limits": [None]},
-    "qwen2.5-math-1.5b-sft-correct-1gpu": {**UNIQUE, "epochs": 10, "correct_only": [True]},
+    "qwen2.5-math-1.5b-sft-correct-1gpu": {
+        **UNIQUE,
+        "epochs": 10,
+        "accept": ("correct",),
+        "correct_only": [True],
+    },
     "qwen2.5-math-1.5b-grpo-default-2gpu": GRPO_DEFAULT,
     "qwen2.5-math-1.5b-grpo-clip-2gpu": GRPO_CLIP,
     "qwen2.5-math-1.5b-expert-iteration-sample-2gpu": EI_SAMPLE,
@@ -613,6 +655,8 @@ DEVIATIONS: dict[str, Table] = {
     "qwen2.5-0.5b-ppo-verl-1gpu": {"model": "Qwen/Qwen2.5-0.5B-Instruct"},
     "qwen2.5-math-1.5b-expert-iteration-sample-2gpu": NOT_DURING,
     "qwen2.5-math-1.5b-expert-iteration-sft-1gpu": {**NOT_DURING, **over(1024)},
+    # Prompts are cut there, and left out here.
+    "qwen3-0.6b-grpo-math-1gpu": {"prompt_tokens": 512},
     # The plain gradient for several updates is a weight that is held at 1.
     "olmo2-1b-cs336-off-policy-naive-2gpu": WITHOUT_WEIGHTS,
     # A trace and its prompt fit the model's context, and so do evaluations.
@@ -663,6 +707,25 @@ def test_a_published_preset_may_be_started_names_its_source_and_says_that_nobody
     assert preset.untested
     first = (FOLDER / f"{name}.yaml").read_text().split("\n", 1)[0]
     assert first.startswith("# Source: ")
+
+
+@pytest.mark.parametrize("which", ["128", "256", "512", "1024", "all", "correct"])
+def test_held_out_problems_get_the_template_that_the_training_prompts_hold(
+    which: str, tmp_path: Path
+) -> None:
+    config = load(f"qwen2.5-math-1.5b-sft-{which}-1gpu").resolve([])
+    (held_out,) = config.data.evaluate
+    file = tmp_path / "validation.jsonl"
+    # As a row of the source's MATH/validation.jsonl.
+    row = {"problem": "What is 2+2?", "level": "Level 1", "subject": "Algebra", "answer": "4"}
+    file.write_text(json.dumps(row))
+    (read,) = read_rows(file, held_out.form)
+    assert isinstance(read, DataRow)
+    own = of_set(config, held_out)
+    messages = [{"role": turn.role, "content": turn.content} for turn in read.content.prompt]
+    text = render_text(miniature.build(), messages, own.data)
+    assert text.endswith("User: What is 2+2?\nAssistant: <think>")
+    assert own.data.stops == ("</answer>",)
 
 
 @pytest.mark.parametrize("name", STAGED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from tandem.launch.run.processes import roles
 from tandem.launch.wording import human
 
 EIGHT = "qwen2.5-math-7b-luffy-8gpu"
+ROUNDS = [f"{stage}-{number}" for number in (1, 2, 3) for stage in ("sample", "sft")]
 SEVEN = "Elliott/Qwen2.5-Math-7B-16k-think"
 
 
@@ -207,6 +209,32 @@ def test_the_plan_tells_memory_and_time(capsys: pytest.CaptureFixture[str]) -> N
     assert "DOES NOT FIT" not in out
     assert "a step takes about" in out
     assert "DOES NOT FIT" in tandem(capsys, "plan", EIGHT, "--gpu-memory", "40")[1]
+
+
+@pytest.mark.parametrize("words", [("plan",), ("start", "--dry-run")])
+@pytest.mark.parametrize(
+    ("name", "models"),
+    [
+        ("miniature-sft-rl", {"sft": "miniature", "rl": "miniature"}),
+        ("miniature-distill", {"teacher": "miniature", "student": "miniature"}),
+        ("miniature-expert-iteration", dict.fromkeys(ROUNDS, "miniature")),
+        (
+            "llama3-8b-cs336-sft-then-dpo-4gpu",
+            {"sft": "meta-llama/Meta-Llama-3-8B", "dpo": "meta-llama/Meta-Llama-3-8B"},
+        ),
+    ],
+)
+def test_a_stage_that_begins_from_a_model_of_an_earlier_one_is_planned_with_what_that_one_begins_from(
+    capsys: pytest.CaptureFixture[str], name: str, models: dict[str, str], words: tuple[str, ...]
+) -> None:
+    code, out, err = tandem(capsys, *words, name)
+    assert (code, err) == (0, "")
+    _, *plans = re.split(r"^# (?:---- )?stage (.*)\n", out, flags=re.MULTILINE)
+    assert plans[::2] == list(models)
+    for text, model in zip(plans[1::2], models.values(), strict=True):
+        assert "learner-0 " in text
+        if words == ("plan",):
+            assert f"\nmodel {model}," in text
 
 
 def test_splits_are_told_with_memory_time_and_who_waits(

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tandem.launch.run.opened.presets import load
 from tandem.rollout.environments.appworld import (
     NO_CODE,
     AppWorld,
@@ -20,6 +21,7 @@ from tandem.rollout.environments.appworld import (
     opening,
     share_passed,
 )
+from tandem.rollout.environments.server import hosted
 
 STANDIN = Path(__file__).resolve().parent / "appworld_standin.py"
 COMMAND = f"{sys.executable} {STANDIN} {{port}}"
@@ -85,6 +87,14 @@ def test_a_single_turn_is_evaluated_in_any_case(world: Any) -> None:
     assert one.step("<code>print('1')</code>") == ("1\n", 0.0, True)
     one.reset({"task_id": "sum_1"})
     assert one.step(RIGHT)[1:] == (1.0, True)
+
+
+def test_the_preset_for_qwen3_asks_not_to_think(world: Any) -> None:
+    loaded = hosted(load("qwen3-0.6b-appworld-1gpu").resolve([]).environments.use["appworld"])
+    assert loaded is not None
+    own = {key: loaded["params"][key] for key in loaded["params"].keys() - {"command", "root"}}
+    user = world(**own).reset({"task_id": "sum_1"})[1]
+    assert user["content"].endswith("What is 19 + 23? /no_think")
 
 
 def test_a_server_is_used_again_and_begins_anew(world: Any) -> None:
