@@ -112,6 +112,7 @@ SLOW = (
     "tests/cluster/test_manifests.py",
     "tests/cluster/test_password.py",
     "tests/fuzz/test_fuzz.py",
+    "tests/launch/commands/test_failing_ranks.py",
     "tests/launch/commands/test_roles.py",
     "tests/launch/ingest/test_ingest.py",
     "tests/launch/plan/test_gpu_presets.py",

@@ -81,6 +81,7 @@ def _committed(w: World, c: random.Random) -> Args:
         samples,
         least,
         least,
+        c.choice(("", "0.0", "-3.0", "8.0")),
         c.choice(("[]", '["a/0#0"]', '["a/0#0", "b/1#1"]')),
         c.choice((0, 0, 0, min(1, verdicts), verdicts)),
         json.dumps(list(range(samples - verdicts, samples))),

@@ -6,6 +6,7 @@ once, so here the calls that would wait are made to.
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from tandem.common.config import to_yaml
 from tandem.common.run_folder import RunFolder
 from tandem.launch.run.opened.presets import load
+from tandem.learner.rendezvous import Seat, variables
 from tandem.replay.connection import connect
 from tandem.replay.store import RunStore
 
@@ -88,10 +90,13 @@ def test_a_rank_that_fails_says_so_and_ends_while_the_others_still_wait(
         "master-port": port,
     }
     options = [f"--{name}={value}" for name, value in words.items()]
-    other = subprocess.Popen([sys.executable, "-c", WAITS, str(1 - rank), str(port)])
+    # A learner of an earlier test, in this process, has set its own.
+    alone = {name: value for name, value in os.environ.items() if name not in variables(Seat())}
+    other = subprocess.Popen([sys.executable, "-c", WAITS, str(1 - rank), str(port)], env=alone)
     try:
         failed = subprocess.run(
             [sys.executable, "-c", FAILS, error, *options],
+            env=alone,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
