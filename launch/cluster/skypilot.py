@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...common.errors import ConfigError
 from .demand import Job
-from .join import new_join, port_range, read_kept, text_of
+from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
 from .rendering import Values, render
 
 JOIN = "join.json"
@@ -73,6 +73,7 @@ def task(job: Job, site: Site) -> dict[str, str]:
         "host_words": "" if config.replay.redis_url else '--host "$head"',
         "hosts": demands.hosts,
         "workers": site.workers,
+        "wait": FIRST_SECONDS,
         "drain": f"{config.launch.drain_seconds:g}",
     }
     made = {"task.yaml": render("skypilot/task.yaml", values, site.templates)}

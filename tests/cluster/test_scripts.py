@@ -341,3 +341,48 @@ def test_other_nodes_look_for_the_runs_redis_where_it_is(
     )
     assert done.returncode == 0, done.stderr
     assert read_join(tmp_path / "join.json").host == host
+
+
+@pytest.mark.parametrize(("codes", "calls"), [("75 75 0", 3), ("1", 1), ("75 75 75 75 75 75", 5)])
+def test_a_worker_of_skypilots_joins_again_and_never_fails_the_run(
+    tmp_path: Path, codes: str, calls: int
+):
+    made = tmp_path / "made"
+    assert dispatch(["cluster", "skypilot", "miniature", "--out", str(made)]) == 0
+    task = yaml.safe_load((made / "task.yaml").read_text())
+    log = tmp_path / "calls"
+    stubs = {
+        ".venv/bin/tandem": f"""
+            [ "$1" = join ] || exit 0
+            echo "$*" >>{log}
+            set -- {codes}
+            shift $(($(wc -l <{log}) - 1))
+            exit "$1"
+            """,
+        "bin/sleep": "exit 0",
+    }
+    for name, body in stubs.items():
+        stub = tmp_path / name
+        stub.parent.mkdir(parents=True, exist_ok=True)
+        stub.write_text(f"#!/bin/sh\n{body}\n")
+        stub.chmod(0o755)
+    env = {
+        "HOME": str(tmp_path),
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "SKYPILOT_NODE_IPS": "10.1.2.3\n10.1.2.4",
+        "SKYPILOT_NODE_RANK": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-c", task["run"]],
+        cwd=tmp_path,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    asked = log.read_text().splitlines()
+    assert len(asked) == calls
+    assert all("--role rollout" in line and "--wait 1800" in line for line in asked)
+    assert f"exit code {codes.split()[calls - 1]}" in done.stdout
