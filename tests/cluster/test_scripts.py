@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tandem.common.run_folder import read_join
 from tandem.launch.cli import dispatch
 
 BIN = Path(sys.executable).parent
+CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
 HOSTS = ["learner.ranks=4", "learner.hosts=2"]
 FORMS: dict[str, list[str]] = {
     "plain": [],
@@ -302,7 +304,7 @@ def test_a_task_for_skypilot_branches_on_the_node(tmp_path: Path):
     assert dispatch([*words, "--out", str(tmp_path)]) == 0
     task = yaml.safe_load((tmp_path / "task.yaml").read_text())
     assert task["num_nodes"] == 4
-    assert task["resources"]["accelerators"] == "A100-80GB:6"
+    assert task["resources"]["accelerators"] == "A100-80GB:8"
     assert task["resources"].keys() == {"accelerators", "cpus", "memory"}
     for script in (task["setup"], task["run"]):
         read = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
@@ -316,6 +318,22 @@ def test_a_task_for_skypilot_branches_on_the_node(tmp_path: Path):
     )
     made, joined = read_join(file), read_join(tmp_path / "joined")
     assert (joined.host, joined.password, joined.port) == ("10.1.2.3", made.password, 29500)
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_skypilot_is_asked_for_gpus_as_clouds_rent_them(tmp_path: Path, preset: str):
+    try:
+        assert dispatch(["cluster", "skypilot", preset, "--out", str(tmp_path)]) == 0
+    except ConfigError as error:
+        pytest.skip(str(error))
+    task = yaml.safe_load((tmp_path / "task.yaml").read_text())
+    accelerators = task["resources"].get("accelerators", "none:1")
+    assert int(accelerators.partition(":")[2]) in {1, 2, 4, 8}
+    assert "--workers" not in task["run"]
+    shutil.rmtree(tmp_path)
+    words = ["cluster", "skypilot", preset, "--workers-per-node", "1", "--out", str(tmp_path)]
+    assert dispatch(words) == 0
+    assert "--role rollout --workers 1 --drain" in (tmp_path / "task.yaml").read_text()
 
 
 @pytest.mark.parametrize(
