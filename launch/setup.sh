@@ -254,6 +254,13 @@ find_python() {
         try_python "$path" && return 0
       done
     done
+    # uv knows Pythons that aren't on PATH, and can fetch one.
+    if [ -n "$uv" ]; then
+      path="$("$uv" python find '>=3.11,<3.14' 2>/dev/null </dev/null)" && try_python "$path" && return 0
+      say "no Python 3.11, 3.12 or 3.13 on PATH: uv is asked for 3.12"
+      "$uv" python install 3.12 >&2 </dev/null &&
+        path="$("$uv" python find 3.12 2>/dev/null </dev/null)" && try_python "$path" && return 0
+    fi
   fi
   # Triton compiles with Python's headers, which Debian keeps apart.
   local version minor headers=""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PORTS = "29500-29563"
 """``launch.ports`` where the preset says nothing: Tandem's listeners must be known to a policy beforehand."""
+FIRST_SECONDS = 1800
+"""How long a host that is started together with the head waits for it: a new run's reads its data before anything."""
 
 
 def port_range(config: Config) -> range:

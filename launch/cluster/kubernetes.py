@@ -10,7 +10,7 @@ from pathlib import Path
 from ...common.errors import ConfigError
 from ...common.models import resolve
 from .demand import Demand, Job
-from .join import new_join, port_range, read_kept, text_of
+from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
 from .rendering import Values, render
 
 MARGIN = 30.0
@@ -75,7 +75,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "launch.bind=$(POD_IP)",
         f"launch.join={JOIN}",
     ]
-    members = ["--drain", f"{drain:g}"]
+    members = ["--wait", str(FIRST_SECONDS), "--drain", f"{drain:g}"]
     values: Values = {
         "name": job.name,
         "run": run,

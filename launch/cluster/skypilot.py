@@ -9,11 +9,13 @@ from pathlib import Path
 
 from ...common.errors import ConfigError
 from .demand import Job
-from .join import new_join, port_range, read_kept, text_of
+from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
 from .rendering import Values, render
 
 JOIN = "join.json"
 PRESET = "preset.yaml"
+COUNTS = (1, 2, 4, 8)
+"""Numbers of GPUs with which clouds rent machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +27,8 @@ class Site:
     command: str
     nodes: int
     """Machines with rollout workers."""
-    workers: int
-    """Rollout workers on each of them."""
+    workers: int | None
+    """Rollout workers on each of them; None = as many as the rented GPUs serve."""
     gpu: str
     """Kind of the GPUs, as SkyPilot writes it."""
     image: str | None = None
@@ -41,16 +43,19 @@ def task(job: Job, site: Site) -> dict[str, str]:
         ConfigError: an option makes no sense.
         DataError: the join file of an earlier call is damaged.
     """
-    if site.nodes < 1 or site.workers < 1:
+    if site.nodes < 1 or (site.workers is not None and site.workers < 1):
         raise ConfigError("--nodes and --workers-per-node are numbers from 1")
     demands, config = job.demands, job.config
     ports = port_range(config)
     asked = [demands.head, demands.learner]
-    gpus = max([demands.rollout.gpus * site.workers, *(one.gpus for one in asked)])
-    cpus = max([demands.rollout.cpus * site.workers, *(one.cpus for one in asked)])
+    each = demands.rollout.gpus
+    needed = max([each * (site.workers or 1), *(one.gpus for one in asked)])
+    gpus = next((count for count in COUNTS if count >= needed), needed) if needed else 0
+    workers = site.workers or (gpus // each if each else 1)
+    cpus = max([demands.rollout.cpus * workers, *(one.cpus for one in asked)])
     sizes = [demands.rollout.gibibytes, *(one.gibibytes for one in asked)]
     known = [size for size in sizes if size is not None]
-    memory = max(known[0] * site.workers, *known[1:]) if len(known) == len(sizes) else None
+    memory = max(known[0] * workers, *known[1:]) if len(known) == len(sizes) else None
     here = "." if site.out is None else str(site.out)
     # The machines have neither the preset's file nor those that it inherits from.
     is_own = job.preset_text is not None
@@ -72,7 +77,8 @@ def task(job: Job, site: Site) -> dict[str, str]:
         # Of an existing Redis, the join file has the address.
         "host_words": "" if config.replay.redis_url else '--host "$head"',
         "hosts": demands.hosts,
-        "workers": site.workers,
+        "workers_word": "" if site.workers is None else f"--workers {site.workers} ",
+        "wait": FIRST_SECONDS,
         "drain": f"{config.launch.drain_seconds:g}",
     }
     made = {"task.yaml": render("skypilot/task.yaml", values, site.templates)}

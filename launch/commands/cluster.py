@@ -42,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes", type=int, default=2, metavar="N", help="nodes of rollout workers (default: 2)"
     )
-    parser.add_argument("--workers-per-node", type=int, default=1, metavar="N", help="(default: 1)")
+    parser.add_argument(
+        "--workers-per-node",
+        type=int,
+        metavar="N",
+        help="(default: 1; skypilot: as many as the rented GPUs serve)",
+    )
     parser.add_argument(
         "--templates", metavar="DIR", help="your own templates, which go before Tandem's"
     )
@@ -113,10 +118,11 @@ def _made(
     templates = Path(arguments.templates) if arguments.templates else None
     if templates is not None and not templates.is_dir():
         raise DataError(f"--templates {templates} is no folder")
+    given = arguments.workers_per_node
+    workers = 1 if given is None else given
     shared = {
         "command": command,
         "nodes": arguments.nodes,
-        "workers": arguments.workers_per_node,
         "templates": templates,
     }
     notes = list(job.notes)
@@ -134,6 +140,7 @@ def _made(
             grace=slurm.KILL_WAIT if arguments.grace is None else arguments.grace,
             container=arguments.container,
             gang=bool(arguments.hetjob),
+            workers=workers,
             **shared,
         )
         made = slurm.scripts(job, site)
@@ -150,6 +157,7 @@ def _made(
                 storage=arguments.storage or "100Gi",
                 storage_class=arguments.storage_class,
                 jobset=bool(arguments.jobset),
+                workers=workers,
                 **shared,
             ),
         )
@@ -160,7 +168,13 @@ def _made(
 
         made = skypilot.task(
             job,
-            skypilot.Site(out=out, gpu=arguments.gpu or "H100", image=arguments.image, **shared),
+            skypilot.Site(
+                out=out,
+                gpu=arguments.gpu or "H100",
+                image=arguments.image,
+                workers=given,
+                **shared,
+            ),
         )
         lines = [f"sky launch {shlex.quote(str(out))}/task.yaml"]
     for note in notes:

@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: launch.drain_seconds)",
     )
     parser.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help="time for the run's Redis to answer at first (default 30); give more where this host is started "
+        "together with the head of a new run, which reads its data before it starts Redis",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="ask the run for its settings, and say what would be started here; start and write nothing",
@@ -50,9 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--workers {arguments.workers} should be at least 1")
     if arguments.drain is not None and not arguments.drain > 0:
         raise ConfigError(f"--drain {arguments.drain:g} should be over 0 seconds")
+    if arguments.wait is not None and not 0 < arguments.wait < float("inf"):
+        raise ConfigError(f"--wait {arguments.wait:g} should be over 0 seconds, and finite")
     from ...common import disk
     from ..board.terminal import Terminal
-    from ..run.joining import Joining, join
+    from ..run.joining import FIRST_SECONDS, Joining, join
 
     disk.keep_streams()
     joining = Joining(
@@ -62,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder=None if arguments.folder is None else Path(arguments.folder),
         drain_seconds=arguments.drain,
         name=arguments.name,
+        wait_seconds=FIRST_SECONDS if arguments.wait is None else arguments.wait,
         dry_run=arguments.dry_run,
     )
     return join(joining, Terminal(plain=True))

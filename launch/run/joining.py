@@ -44,7 +44,7 @@ STAGES = {
 HEAD_SECONDS = 15.0
 """What a head has said longer ago doesn't tell what becomes of the run."""
 FIRST_SECONDS = 30.0
-"""How long Redis may take to answer at first."""
+"""How long Redis may take to answer at first, unless the command line says."""
 FILL_SECONDS = 300.0
 """How long the head may take to put the run into Redis."""
 
@@ -70,6 +70,8 @@ class Joining:
     """None = ``launch.drain_seconds``."""
     name: str | None
     """The host's name for others; None = its own."""
+    wait_seconds: float = FIRST_SECONDS
+    """How long Redis may take to answer at first."""
     dry_run: bool = False
     """Only says what would be started; the run learns nothing of it."""
 
@@ -147,7 +149,7 @@ def join(joining: Joining, terminal: Terminal) -> int:
         TandemError: they can't be kept alive.
     """
     info = read_join(joining.file)
-    store, config = _contact(info, terminal.say)
+    store, config = _contact(info, joining.wait_seconds, terminal.say)
     try:
         if config.launch.binds_all:
             raise ConfigError(
@@ -162,13 +164,15 @@ def join(joining: Joining, terminal: Terminal) -> int:
         store.close()
 
 
-def _contact(info: JoinInfo, say: Callable[[str], None]) -> tuple[Store, Config]:
+def _contact(
+    info: JoinInfo, wait_seconds: float, say: Callable[[str], None]
+) -> tuple[Store, Config]:
     from ...common.config import read_config
     from ...replay.connection import connect
     from ...replay.store import RunStore
 
     try:
-        store = connect(info, deadline=FIRST_SECONDS, name="host")
+        store = connect(info, deadline=wait_seconds, name="host")
         wait = Wait("the head", "fill Redis", FILL_SECONDS)
         while not store.holds_run():
             if wait.expired(say):

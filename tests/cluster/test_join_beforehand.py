@@ -12,6 +12,7 @@ from tandem.common.run_folder import JoinInfo, RunFolder, read_join
 from tandem.launch.cli import dispatch
 from tandem.launch.cluster.join import new_join, text_of
 from tandem.launch.host import redis_server
+from tandem.launch.run.joining import HeadUnreachable
 from tandem.launch.run.opened.opening import open_folder
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.opened.record import RunRecord
@@ -109,3 +110,13 @@ def test_made_again_it_keeps_the_id_of_the_run_and_a_password_for_its_own_server
     given = again("redis://me:marker@redis.example:6380", elsewhere)
     assert again("redis://me@redis.example:6380", given) == given
     assert again("redis://me@other.example:6380", given).password is None
+
+
+def test_a_host_that_joins_waits_for_the_head_for_as_long_as_it_is_told(tmp_path: Path):
+    made(tmp_path / "join.json", redis_server.choose_port("127.0.0.1", None))
+    words = ["join-file", "--from", str(tmp_path / "join.json"), "--host", "127.0.0.1"]
+    assert dispatch([*words, str(tmp_path / "here.json")]) == 0
+    with pytest.raises(HeadUnreachable, match=r"\b0\.5 s"):
+        dispatch(["join", str(tmp_path / "here.json"), "--wait", "0.5"])
+    with pytest.raises(ConfigError, match="--wait inf"):
+        dispatch(["join", str(tmp_path / "here.json"), "--wait", "inf"])

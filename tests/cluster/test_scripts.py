@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tandem.common.run_folder import read_join
 from tandem.launch.cli import dispatch
 
 BIN = Path(sys.executable).parent
+CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
 HOSTS = ["learner.ranks=4", "learner.hosts=2"]
 FORMS: dict[str, list[str]] = {
     "plain": [],
@@ -302,7 +304,7 @@ def test_a_task_for_skypilot_branches_on_the_node(tmp_path: Path):
     assert dispatch([*words, "--out", str(tmp_path)]) == 0
     task = yaml.safe_load((tmp_path / "task.yaml").read_text())
     assert task["num_nodes"] == 4
-    assert task["resources"]["accelerators"] == "A100-80GB:6"
+    assert task["resources"]["accelerators"] == "A100-80GB:8"
     assert task["resources"].keys() == {"accelerators", "cpus", "memory"}
     for script in (task["setup"], task["run"]):
         read = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
@@ -316,6 +318,22 @@ def test_a_task_for_skypilot_branches_on_the_node(tmp_path: Path):
     )
     made, joined = read_join(file), read_join(tmp_path / "joined")
     assert (joined.host, joined.password, joined.port) == ("10.1.2.3", made.password, 29500)
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_skypilot_is_asked_for_gpus_as_clouds_rent_them(tmp_path: Path, preset: str):
+    try:
+        assert dispatch(["cluster", "skypilot", preset, "--out", str(tmp_path)]) == 0
+    except ConfigError as error:
+        pytest.skip(str(error))
+    task = yaml.safe_load((tmp_path / "task.yaml").read_text())
+    accelerators = task["resources"].get("accelerators", "none:1")
+    assert int(accelerators.partition(":")[2]) in {1, 2, 4, 8}
+    assert "--workers" not in task["run"]
+    shutil.rmtree(tmp_path)
+    words = ["cluster", "skypilot", preset, "--workers-per-node", "1", "--out", str(tmp_path)]
+    assert dispatch(words) == 0
+    assert "--role rollout --workers 1 --drain" in (tmp_path / "task.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -341,3 +359,48 @@ def test_other_nodes_look_for_the_runs_redis_where_it_is(
     )
     assert done.returncode == 0, done.stderr
     assert read_join(tmp_path / "join.json").host == host
+
+
+@pytest.mark.parametrize(("codes", "calls"), [("75 75 0", 3), ("1", 1), ("75 75 75 75 75 75", 5)])
+def test_a_worker_of_skypilots_joins_again_and_never_fails_the_run(
+    tmp_path: Path, codes: str, calls: int
+):
+    made = tmp_path / "made"
+    assert dispatch(["cluster", "skypilot", "miniature", "--out", str(made)]) == 0
+    task = yaml.safe_load((made / "task.yaml").read_text())
+    log = tmp_path / "calls"
+    stubs = {
+        ".venv/bin/tandem": f"""
+            [ "$1" = join ] || exit 0
+            echo "$*" >>{log}
+            set -- {codes}
+            shift $(($(wc -l <{log}) - 1))
+            exit "$1"
+            """,
+        "bin/sleep": "exit 0",
+    }
+    for name, body in stubs.items():
+        stub = tmp_path / name
+        stub.parent.mkdir(parents=True, exist_ok=True)
+        stub.write_text(f"#!/bin/sh\n{body}\n")
+        stub.chmod(0o755)
+    env = {
+        "HOME": str(tmp_path),
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "SKYPILOT_NODE_IPS": "10.1.2.3\n10.1.2.4",
+        "SKYPILOT_NODE_RANK": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-c", task["run"]],
+        cwd=tmp_path,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    asked = log.read_text().splitlines()
+    assert len(asked) == calls
+    assert all("--role rollout" in line and "--wait 1800" in line for line in asked)
+    assert f"exit code {codes.split()[calls - 1]}" in done.stdout

@@ -337,6 +337,30 @@ def test_uv_makes_up_for_a_missing_ensurepip(machine: Machine) -> None:
     assert machine.run()[0] == 0
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_where_path_has_an_old_python_alone_uvs_is_used(machine: Machine, known: bool) -> None:
+    managed = machine.folder / "managed"
+    managed.mkdir()
+    (machine.folder / "bin" / "python3.12").rename(managed / "python3.12")
+    machine.env["STANDIN_PYTHON"] = str(managed / "python3.12")
+    machine.python("python3", "no venv 3.10.12")
+    if known:
+        (managed / "there").touch()
+    asked = f"""
+case "$*" in
+  "python install 3.12") touch {managed}/there; exit ;;
+  "python find "*) [ -e {managed}/there ] && echo {managed}/python3.12; exit ;;
+esac
+"""
+    machine.command("uv", UV + asked)
+    code, output = machine.run()
+    assert code == 0, output
+    calls = machine.calls()
+    assert ("uv python install 3.12" in calls) is not known
+    made = f"uv venv --seed --allow-existing --python {managed}/python3.12 "
+    assert any(call.startswith(made) for call in calls)
+
+
 def test_with_uv_torch_comes_from_its_cpu_backend(machine: Machine) -> None:
     machine.command("uv", UV)
     code, output = machine.run()
