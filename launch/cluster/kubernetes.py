@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from ...common.errors import ConfigError
 from ...common.models import resolve
 from .demand import Demand, Job
 from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
-from .rendering import Values, render
+from .rendering import Values, quoted, render
 
 MARGIN = 30.0
 """Seconds by which the grace of a pod is longer than its drain."""
@@ -82,7 +81,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "command": site.command,
         "here": "DIR" if site.out is None else shlex.quote(str(site.out)),
         "namespace": site.namespace,
-        "image": json.dumps(site.image),
+        "image": quoted(site.image),
         "nodes": site.nodes,
         "others": hosts - 1,
         "redis_port": ports[0],
@@ -93,17 +92,17 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "storage": site.storage,
         "access": "ReadWriteMany" if hosts > 1 else "ReadWriteOnce",
         "storage_class": site.storage_class,
-        "head_args": json.dumps(head),
-        "rollout_args": json.dumps(
+        "head_args": quoted(head),
+        "rollout_args": quoted(
             ["join", JOIN, "--role", "rollout", "--workers", str(site.workers), *members]
         ),
-        "learner_args": json.dumps(["join", JOIN, "--role", "learner", *members]),
+        "learner_args": quoted(["join", JOIN, "--role", "learner", *members]),
         **_resources("head", demands.head),
         **_resources("rollout", demands.rollout, site.workers),
         **_resources("learner", demands.learner),
-        "join_json": json.dumps(text_of(join)),
+        "join_json": quoted(text_of(join)),
         "preset_file": preset_file,
-        "preset_text": json.dumps(job.preset_text) if is_own else None,
+        "preset_text": quoted(job.preset_text) if is_own else None,
         "if_preset": "" if is_own else None,
     }
     names = ["head.yaml", "rollout.yaml", "network.yaml", SECRET]
@@ -113,7 +112,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         names.append("jobset.yaml" if site.jobset else "learner.yaml")
     if hosts > 1 or config.weights.transport != "snapshot":
         names.append("network-data.yaml")
-    values = {**values, "resources": json.dumps(names)}
+    values = {**values, "resources": quoted(names)}
     names = ["kustomization.yaml", *names, "results.yaml"]
     return {name: render(f"kubernetes/{name}", values, site.templates) for name in names}
 
@@ -152,7 +151,7 @@ def _resources(kind: str, demand: Demand, count: int = 1) -> dict[str, str | int
     gpus = {"nvidia.com/gpu": demand.gpus * count} if demand.gpus else {}
     shm = 8 if gibibytes is None else max(1, gibibytes * count // 4)
     return {
-        f"{kind}_requests": json.dumps({"cpu": demand.cpus * count, **memory, **gpus}),
-        f"{kind}_limits": json.dumps({**memory, **gpus}),
+        f"{kind}_requests": quoted({"cpu": demand.cpus * count, **memory, **gpus}),
+        f"{kind}_limits": quoted({**memory, **gpus}),
         f"{kind}_shm": f"{shm}Gi",
     }

@@ -5,9 +5,11 @@ There is nothing else to learn: the templates are what is written, to be read an
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...common.errors import DataError
 
@@ -38,6 +40,20 @@ def fill(text: str, values: Values, name: str) -> str:
             filled = _PLACE.sub(lambda found: str(values[found[1]]), line)
             lines.append(filled.rstrip() + "\n")
     return "".join(lines)
+
+
+def quoted(value: Any) -> str:
+    """A text, or lists and mappings of texts and numbers, in the words that JSON and all readers of YAML share.
+
+    JSON's own escapes for characters beyond U+FFFF, two halves each, are refused by kubectl; other characters as they are
+    may be refused or folded.
+    """
+
+    def escaped(found: re.Match[str]) -> str:
+        code = ord(found[0])
+        return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+    return re.sub(r"[^\x20-\x7e]", escaped, json.dumps(value, ensure_ascii=False))
 
 
 def render(name: str, values: Values, folder: Path | None = None) -> str:

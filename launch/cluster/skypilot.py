@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from ...common.errors import ConfigError
 from .demand import Job
 from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
-from .rendering import Values, render
+from .rendering import Values, quoted, render
 
 JOIN = "join.json"
 PRESET = "preset.yaml"
@@ -67,11 +66,11 @@ def task(job: Job, site: Site) -> dict[str, str]:
         "here": shlex.quote(here),
         "all_nodes": demands.hosts + site.nodes,
         "accelerators": f"{site.gpu}:{gpus}" if gpus else None,
-        "cpus": json.dumps(f"{cpus}+"),
-        "memory": None if memory is None else json.dumps(f"{memory}+"),
+        "cpus": quoted(f"{cpus}+"),
+        "memory": None if memory is None else quoted(f"{memory}+"),
         "image": site.image,
-        "join_file": json.dumps(f"{here}/{JOIN}"),
-        "preset_file": json.dumps(f"{here}/{PRESET}") if is_own else None,
+        "join_file": quoted(f"{here}/{JOIN}"),
+        "preset_file": quoted(f"{here}/{PRESET}") if is_own else None,
         # A line break, which is always quoted, would end the task's line.
         "head_words": f"start {preset} {shlex.join(head)}".replace("\n", "'$'\\n''"),
         # Of an existing Redis, the join file has the address.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from msgspec import structs
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import JoinInfo, read_join
 from tandem.launch.cli import dispatch, main
-from tandem.launch.cluster.rendering import fill
+from tandem.launch.cluster.rendering import fill, quoted
 from tandem.launch.plan import hardware
 
 HERE = Path(__file__).parent
@@ -94,6 +95,41 @@ def test_the_run_has_a_volume_that_deleting_its_objects_leaves(manifests: Path):
     (claim,) = _kind(objects, "StatefulSet")["spec"]["volumeClaimTemplates"]
     shared = any(one["metadata"]["name"].endswith("-learner") for one in objects)
     assert claim["spec"]["accessModes"] == ["ReadWriteMany" if shared else "ReadWriteOnce"]
+
+
+def test_what_is_downloaded_outlives_a_container(manifests: Path):
+    found = 0
+    for one in objects_of(manifests):
+        spec = one.get("spec", {})
+        if one["kind"] == "JobSet":
+            spec = spec["replicatedJobs"][0]["template"]["spec"]
+        if one["kind"] not in ("StatefulSet", "Deployment", "JobSet"):
+            continue
+        (container,) = spec["template"]["spec"]["containers"]
+        (home,) = [e["value"] for e in container["env"] if e["name"] == "HF_HOME"]
+        mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert any(Path(home).is_relative_to(mount) for mount in mounts)
+        found += 1
+    assert found >= 2
+
+
+def test_names_are_asked_of_any_resolver(manifests: Path):
+    policies = [one for one in objects_of(manifests) if one["kind"] == "NetworkPolicy"]
+    rules = [rule for one in policies for rule in one["spec"].get("egress", ())]
+    asked = {"protocol": "UDP", "port": 53}
+    (rule,) = [rule for rule in rules if asked in rule.get("ports", ())]
+    assert "to" not in rule
+    assert {"protocol": "TCP", "port": 53} in rule["ports"]
+
+
+def test_texts_of_any_script_are_written_as_every_reader_of_yaml_reads_them():
+    text = 'Denk nach \U0001f642 \u0085 \u2028 é \\ud83d "x"\n\x7f'
+    for value in (text, ["a", text], {text: 1}):
+        written = quoted(value)
+        assert written.isascii()
+        assert written.isprintable()
+        assert not re.search(r"(?<!\\)\\ud[89a-f]", written)
+        assert yaml.safe_load(written) == value
 
 
 def test_the_validators_own_command_has_nothing_to_say(tmp_path: Path):
