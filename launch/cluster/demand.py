@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ...common.config import Config
     from ..plan.planning import Plan, Planned
 
+PRESET = "preset.yaml"
+"""The file of a preset that the run's machines don't have."""
 SLACK = 1.3
 """Main memory that is asked for, relative to the plan's, which is an estimate."""
 LEAST_BYTES = 2 << 30

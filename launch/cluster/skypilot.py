@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import ConfigError
-from .demand import Job
+from .demand import PRESET, Job
 from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
 from .rendering import Values, quoted, render
 
 JOIN = "join.json"
-PRESET = "preset.yaml"
 COUNTS = (1, 2, 4, 8)
 """Numbers of GPUs with which clouds rent machines."""
 

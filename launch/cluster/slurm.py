@@ -11,7 +11,7 @@ from pathlib import Path
 from ...common.config.launch import LaunchConfig
 from ...common.errors import ConfigError
 from ..host.redis_server import PASSWORD_VARIABLE, password_in
-from .demand import Demand, Job
+from .demand import PRESET, Demand, Job
 from .rendering import Values, render
 
 KILL_WAIT = 30.0
@@ -63,7 +63,10 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
     run = str(Path(job.config.run.dir or "").absolute())
     here = str(site.out.absolute())
     drain = f"{site.grace - MARGIN:g}"
-    head_words = ["start", job.preset, "--head", *job.overrides]
+    # A container sees few of the host's folders, in none of which the preset or those that it inherits from need lie.
+    preset_text = None if site.container is None else job.preset_text
+    preset = job.preset if preset_text is None else f"{here}/{PRESET}"
+    head_words = ["start", preset, "--head", *job.overrides]
     if not any(word.startswith("run.dir=") for word in job.overrides):
         head_words.append(f"run.dir={run}")
     own_bind = job.config.launch.bind == LaunchConfig().bind and not any(
@@ -121,6 +124,8 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
     if site.gang:
         made["gang.sbatch"] = render("slurm/gang.sbatch", rollout, site.templates)
         return made
+    if preset_text is not None:
+        made[PRESET] = preset_text
     made["head.sbatch"] = render("slurm/head.sbatch", common, site.templates)
     made["rollout.sbatch"] = render("slurm/workers.sbatch", rollout, site.templates)
     if hosts > 1:
@@ -138,7 +143,7 @@ def commands(site: Site, names: list[str]) -> list[str]:
         return [f"sbatch {where}/gang.sbatch"]
     lines = [f"head=$(sbatch --parsable {where}/head.sbatch)"]
     for name in names:
-        if name != "head.sbatch":
+        if name not in ("head.sbatch", PRESET):
             lines.append(f"sbatch --dependency=after:$head {where}/{name}")
     return lines
 

@@ -104,6 +104,22 @@ def test_nodes_that_share_the_file_system_find_it(here: Path, preset: str) -> No
     assert there.model_copy(update={"run": run}) == named(preset)
 
 
+@pytest.mark.parametrize("container", ["tandem.sqsh", "tandem.sif"])
+def test_a_container_of_slurms_gets_it_as_one_file_that_it_sees(here: Path, container: str) -> None:
+    cluster("slurm", "below.yaml", "learner.checkpoint_every=7", "--container", container)
+    text = (here / "made" / "head.sbatch").read_text()
+    (start,) = re.findall(r'^"\$\{tandem\[@\]\}" start (.*) &$', text, re.MULTILINE)
+    found, *words = shlex.split(start)
+    assert Path(found) == here / "made" / "preset.yaml"
+    assert "marker" not in Path(found).read_text()
+    elsewhere = here / "elsewhere" / "below.yaml"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text(Path(found).read_text())
+    there = settings([str(elsewhere), *words])
+    run = there.run.model_copy(update={"dir": named("below.yaml").run.dir})
+    assert there.model_copy(update={"run": run}) == named("below.yaml")
+
+
 def test_presets_of_tandems_own_are_named(here: Path) -> None:
     cluster("kubernetes", "miniature+miniature-easy")
     assert not (here / "made" / "preset.yaml").exists()
