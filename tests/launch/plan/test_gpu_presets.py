@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tandem.common.config import Config
+from tandem.common.config.checks.choices import why_not_started
 from tandem.common.errors import ConfigError
 from tandem.launch.plan import placement, planning
 from tandem.launch.plan.hardware import Gpu, Machine
@@ -29,6 +30,11 @@ def config(name: str, *overrides: str) -> Config:
 
 
 LUFFY, PUBLISHED = "qwen2.5-math-7b-luffy-8gpu", "qwen2.5-math-7b-luffy-published"
+
+
+@pytest.mark.parametrize("name", GPU_PRESETS)
+def test_nothing_keeps_a_preset_from_being_started(name: str) -> None:
+    assert why_not_started(config(name)) is None
 
 
 @pytest.mark.parametrize("name", [LUFFY, PUBLISHED])
