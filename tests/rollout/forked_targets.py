@@ -70,12 +70,14 @@ async def _exhaust(rows: int, tokens: int) -> None:
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (held + (64 << 20), limits[1]))
     (group,) = await generate("second", rows)
-    print("error:", group.error)
+    # In one piece each, since the engine's thread writes to the same file.
+    sys.stdout.write(f"error: {group.error}\n")
     async with asyncio.timeout(20):
         while engine.exhausted is None:  # The group is given up a moment before.
             await asyncio.sleep(0.01)
     exhausted = engine.exhausted
-    print("told:", type(exhausted).__name__, sorted(exhausted.parts), exhausted)
+    parts = sorted(exhausted.parts)
+    sys.stdout.write(f"told: {type(exhausted).__name__} {parts} {exhausted}\n")
 
 
 # What a test may change in a worker.
