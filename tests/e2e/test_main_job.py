@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -306,12 +307,22 @@ def test_two_ranks_run_and_survive_the_death_of_one(tmp_path: Path) -> None:
     assert [r["process"] for r in summary(folder)["restarts"]] == ["learner-1"]
 
 
-def test_a_learner_that_cannot_live_ends_the_run_with_its_log(tmp_path: Path) -> None:
-    run = Run(tmp_path, "start", *FEW, "learner.objective.name=json:Objective")
+def test_a_learner_that_cannot_live_ends_the_run_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The start finds nothing wrong with it.
+    (tmp_path / "own.py").write_text(
+        "import sys\n"
+        "assert 'learner' not in sys.argv, 'no such card'\n"
+        "def pays(rows, scalars, settings): ...\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    run = Run(tmp_path, "start", *FEW, "learner.objective.name=own:pays")
     try:
         assert run.wait() != 0
     finally:
         run.end()
     assert "learner-0" in run.said()
-    assert "json:Objective" in run.said()
+    assert "own:pays" in run.said()
+    assert "no such card" in run.said()
     assert "Traceback" not in run.said().partition("the last lines of")[0]
