@@ -7,6 +7,7 @@ An import path is ``package.module:name``, where the name may be an attribute's
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from typing import Any
 
@@ -64,6 +65,26 @@ def load(path: str, *, key: str, process: str) -> Any:
             f"{key}={path} can't be imported: {type(error).__name__}: {error}. Install its module, or "
             f"put its folder on PYTHONPATH of {process}"
         ) from None
+
+
+def check_call(function: Any, named: str, words: str, *arguments: Any) -> None:
+    """Refuses a function that can't be called with so many arguments; one without a signature, as of C, is let through.
+
+    Args:
+        function: what a setting names.
+        named: the setting and its value, for the error.
+        words: the arguments, for the error.
+        arguments: them, or as many of anything.
+
+    Raises:
+        ConfigError: it takes fewer or more.
+    """
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{named} can't be called with {words}: {error}") from None
+    except ValueError:
+        pass
 
 
 def resolve(path: str) -> Any:

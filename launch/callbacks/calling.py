@@ -23,7 +23,7 @@ from typing import Any
 
 from ...common.confinement import die_with
 from ...common.errors import ConfigError
-from ...common.import_path import load
+from ...common.import_path import check_call, load
 from .handle import Handle
 
 KEY = "run.callbacks"
@@ -44,14 +44,7 @@ def imported(path: str) -> Callback:
         raise ConfigError(f"{KEY}={path} isn't a function: {function!r:.200}")
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{KEY}={path} is an async function, which is never awaited: write def")
-    try:
-        inspect.signature(function).bind(1, {}, Handle())
-    except TypeError as error:
-        raise ConfigError(
-            f"{KEY}={path} can't be called with (step, metrics, handle): {error}"
-        ) from None
-    except ValueError:
-        pass  # Functions written in C may have no signature.
+    check_call(function, f"{KEY}={path}", "(step, metrics, handle)", 1, {}, Handle())
     return function
 
 

@@ -12,7 +12,6 @@ A new objective is a function or class with a ``@register("name")`` and an entry
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields, make_dataclass
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import ConfigError
-from ...common.import_path import load
+from ...common.import_path import check_call, load
 from ...common.objectives import (
     OBJECTIVES,
     ObjectiveConfig,
@@ -245,14 +244,7 @@ def imported(path: str) -> Any:
         if issubclass(found, Objective):
             return found
     elif callable(found):
-        try:
-            inspect.signature(found).bind(None, None, None)
-        except TypeError as error:
-            raise ConfigError(
-                f"{named} can't be called with (rows, scalars, settings): {error}"
-            ) from None
-        except ValueError:
-            pass  # Functions written in C may have no signature.
+        check_call(found, named, "(rows, scalars, settings)", None, None, None)
         return found
     raise ConfigError(
         f"{named} is neither a subclass of Objective nor a function loss(rows, scalars, settings)"

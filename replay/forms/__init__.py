@@ -6,7 +6,6 @@ columns of its first row; where several forms have the same columns, the config 
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -258,12 +257,7 @@ def _imported(name: str) -> Callable[[Mapping[str, Any]], Any]:
     )
     if not callable(function):
         raise ConfigError(f"form={name} isn't a function: {function!r:.200}")
-    try:
-        inspect.signature(function).bind({})
-    except TypeError as error:
-        raise ConfigError(f"form={name} can't be called with a row: {error}") from None
-    except ValueError:
-        pass  # Functions written in C may have no signature.
+    import_path.check_call(function, f"form={name}", "a row", {})
     return function
 
 
