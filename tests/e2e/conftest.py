@@ -1,4 +1,4 @@
-"""Makes ``processes.py`` and ``pty_screen.py`` importable, whichever way pytest imports the tests."""
+"""Makes ``processes.py``, ``pty_screen.py`` and ``twins.py`` importable, whichever way pytest imports the tests."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "launch" / "board"):
+for folder in (HERE, HERE.parent, HERE.parent / "launch" / "board"):
     sys.path.insert(0, str(folder))

@@ -5,21 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from processes import Run
-
-
-def write_pairs(source: Path, to: Path) -> None:
-    """Right chains and, as the worse ones, the same with another result."""
-    lines = []
-    for row in pq.read_table(source).to_pylist():
-        right = row["target"][0]["content"]
-        head, _, tail = right.rpartition("{")
-        wrong = f"{head}{{{(int(tail.partition('}')[0]) + 7) % 100}}}{tail.partition('}')[2]}"
-        pair = {"prompt": row["prompt"][0]["content"], "chosen": right, "rejected": wrong}
-        lines.append(json.dumps(pair))
-    to.write_text("\n".join(lines) + "\n")
+from twins import write_pairs
 
 
 @pytest.mark.timeout(200)

@@ -10,60 +10,23 @@ from typing import Any
 
 import pytest
 from processes import Run
-from test_pairs import write_pairs
+from twins import (
+    AGAIN,
+    OTHER_REWARDS,
+    SAMPLED,
+    STAGED,
+    STEPS,
+    command,
+    different,
+    overrides,
+    prepare,
+    twin,
+)
 
-from tandem.common.config import Config, read_config
-from tandem.launch.miniature.parquet import write
-from tandem.launch.run.opened.presets import load, names
+from tandem.common.config import read_config
+from tandem.launch.run.opened.presets import load
 from tandem.learner.loop.schedule import learning_rate
 from tandem.replay.archive import steps as steps_of
-
-STEPS = 3
-PRESETS = [name for name in names() if not name.startswith("miniature")]
-STAGED = [name for name in PRESETS if load(name).stages]
-SAMPLED = "qwen2.5-math-1.5b-expert-iteration-sample-2gpu"
-AGAIN = "qwen2.5-math-1.5b-expert-iteration-sft-1gpu"
-OTHER_REWARDS = ("qwen2.5-7b-countdown-lora-1gpu", "qwen3-0.6b-appworld-1gpu")
-"""They pay for what the miniature doesn't write, tags and equations, and programs: their twins pay for right answers."""
-
-
-def overrides(name: str) -> list[str]:
-    """What a twin needs besides, since the miniature's files and sizes differ."""
-    given = ["evaluate.at_end=false"]
-    config = load(name).resolve([])
-    if config.learner.objective.rejects:
-        given.append("data.train=[{path: pairs.jsonl}]")
-    if config.data.pack_tokens is not None:
-        given.append("data.pack_tokens=32")
-    if name in OTHER_REWARDS:
-        given.append("reward.components=[{name: accuracy}]")
-    if config.environments.is_on:
-        given.append("environments.use={}")
-    if name == SAMPLED:
-        given.append("run.dir=sampled")
-    if name == AGAIN:
-        given.append("data.train=[{path: sampled/archive, correct_only: true}]")
-    return given
-
-
-def twin(name: str) -> Config:
-    return load(f"{name}+miniature-twin").resolve(overrides(name))
-
-
-def different() -> list[str]:
-    """One preset of all whose twins are the same run."""
-    twins: list[Config] = []
-    chosen = []
-    for name in PRESETS:
-        if name in STAGED:
-            continue
-        made = twin(name)
-        same = made.model_copy(update={"run": made.run.model_copy(update={"dir": None})})
-        if same not in twins:
-            twins.append(same)
-            chosen.append(name)
-    return chosen
-
 
 IN_CI = (
     "olmo2-1b-cs336-off-policy-gspo-2gpu",
@@ -85,8 +48,7 @@ def with_most_by_hand(presets: list[str]) -> list[Any]:
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all twins run, with pairs of right and wrong chains."""
     folder = tmp_path_factory.mktemp("twins")
-    write(folder / "chains", "easy", traces=64, train=1, held_out=1)
-    write_pairs(folder / "chains" / "expert.parquet", folder / "pairs.jsonl")
+    prepare(folder)
     return folder
 
 
@@ -96,8 +58,7 @@ def ran(here: Path, name: str) -> Path:
     assert config.run.dir is not None
     folder = here / config.run.dir
     if not folder.exists():
-        command = "offline" if config.learner.source == "offline" else "start"
-        run = Run(here, command, f"{name}+miniature-twin", *overrides(name))
+        run = Run(here, command(name), f"{name}+miniature-twin", *overrides(name))
         try:
             assert run.wait() == 0, run.said()
         finally:
@@ -140,13 +101,10 @@ def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
 @pytest.mark.parametrize("name", STAGED)
 def test_a_presets_stages_train_the_miniature_one_after_another(name: str, here: Path) -> None:
     preset = load(f"{name}+miniature-twin")
-    given = ["rounds=2", f"sft.run.steps={STEPS}"] if preset.rounds > 1 else []
-    if name == "llama3-8b-cs336-sft-then-dpo-4gpu":
-        given = ["sft.data.pack_tokens=32", "dpo.data.train=[{path: pairs.jsonl}]"]
-    command = Run(here, "start", f"{name}+miniature-twin", "evaluate.at_end=false", *given)
+    run = Run(here, "start", f"{name}+miniature-twin", *overrides(name))
     try:
-        assert command.wait(400) == 0, command.said()
+        assert run.wait(400) == 0, run.said()
     finally:
-        command.end()
+        run.end()
     summary = json.loads((here / "runs" / f"{name}+miniature-twin" / "summary.json").read_text())
     assert len(summary["stages"]) == len(preset.stages) * min(preset.rounds, 2)

@@ -91,6 +91,7 @@ PARTS = (
         target="part_runs:half_precision",
         seconds=100,
     ),
+    Part(name="presets", title="Every preset's method", target="part_presets:run", seconds=240),
     Part(name="nccl", title="NCCL", target="part_tests:nccl", seconds=180),
     Part(name="tests", title="Tests marked gpu", target="part_tests:others", seconds=240),
     Part(name="vllm", title="The miniature with vLLM", target="part_runs:vllm", seconds=240),

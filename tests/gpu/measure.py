@@ -44,6 +44,8 @@ def timed(device: torch.device, work: Callable[[], object]) -> float:
 
 def free(device: torch.device) -> None:
     """Gives back what nobody holds any more."""
+    # Compiled functions hold the model that they were compiled for.
+    torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -43,6 +43,14 @@ COLUMNS: Mapping[str, Sequence[Column]] = {
     "half-precision": RUNS,
     "model": RUNS,
     "vllm": RUNS,
+    "presets": (
+        ("objective", "objective", 1, ""),
+        ("optimizer", "optimizer", 1, ""),
+        ("steps", "steps", 1, ",.0f"),
+        ("stages", "stages", 1, ",.0f"),
+        ("loss", "loss", 1, ".3g"),
+        ("whole run, s", "seconds", 1, ".0f"),
+    ),
     "learner-half": LEARNER,
     "learner-large": LEARNER,
     "engine": (

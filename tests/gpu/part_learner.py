@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ WAYS: dict[str, Settings] = {
     "padded": {"model.attention": "sdpa"},
     "checkpointing": {"learner.gradient_checkpointing": True},
     "lora": {"learner.lora": {}},
+    "adamw_8bit": {"learner.optimizer": {"name": "adamw_8bit"}},
     "varlen": {"model.attention": "varlen"},
     "flash_attention_2": {"model.attention": "flash_attention_2"},
     # Late, since its kernels are compiled first.
@@ -87,6 +89,8 @@ def _all(
             with record.case(name):
                 if device.type == "cpu" and name in NOT_ON_CPUS:
                     raise NotRunError(NOT_ON_CPUS[name])
+                if name == "adamw_8bit" and find_spec("bitsandbytes") is None:
+                    raise NotRunError("bitsandbytes isn't installed")
                 if name == "float16" and not get_accelerator().is_fp16_supported():
                     raise NotRunError(f"this {device.type.upper()} has no float16")
                 found = _one(device, sizes, Path(folder), budget, settings)

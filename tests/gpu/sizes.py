@@ -45,6 +45,8 @@ class Sizes:
     """Steps of the run with the smaller model."""
     run_settings: tuple[str, ...] = field(default=())
     """Further settings of the runs."""
+    presets: tuple[str, ...] | None = None
+    """Presets whose twins are run; None for all of them."""
 
 
 def case_of(shape: ModelShape, *, rows: int, batches: int, prompt: int, new: int) -> Case:
@@ -123,6 +125,7 @@ TINY = Sizes(
     half_steps=3,
     model_steps=2,
     run_settings=("evaluate.limit=4", "data.miniature_fresh=64", "replay.groups_per_step=2"),
+    presets=("qwen2.5-math-1.5b-sft-correct-1gpu",),
 )
 """For two CPU cores, within a minute."""
 

@@ -33,6 +33,7 @@ POSITIVE = {
     "engine": ("tokens_per_second", "generate_tokens_per_second", "ratio"),
     "staging": ("bytes", "gb_per_second", "bare_gb_per_second", "ratio", "sums_seconds"),
     "logprobs": (),
+    "presets": ("seconds", "steps"),
 }
 """Figures of each part that must be there, and be above 0, in every case of it."""
 SHORT = ("engine", "staging")
