@@ -38,11 +38,19 @@ def greatest() -> int:
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def keep_freed() -> bool:
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
+"""Environment in which another program keeps up to 128 MB of what it frees, as with :func:`keep_freed`."""
+
+
+def keep_freed(most: int = (1 << 31) - 1) -> bool:
     """Makes this process keep the memory that it frees, to use it again; False where the C library can't.
 
     glibc gives large blocks back to the kernel, which clears every page before it hands it out anew. That is a tenth of
-    an update on a CPU, whose tensors have the same sizes each time. See mallopt(3).
+    an update on a CPU, whose tensors have the same sizes each time, and a fifth of what large groups cost Redis. See
+    mallopt(3).
+
+    Args:
+        most: bytes that are kept.
     """
     try:
         mallopt = libc().mallopt
@@ -50,7 +58,7 @@ def keep_freed() -> bool:
         return False
     # Older versions take no greater threshold of the first kind.
     blocks = any(mallopt(_M_MMAP_THRESHOLD, size) for size in (1 << 30, 32 << 20))
-    return blocks and bool(mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
+    return blocks and bool(mallopt(_M_TRIM_THRESHOLD, most))
 
 
 def begin_again() -> bool:

@@ -23,6 +23,7 @@ import zmq
 from ..common import disk, wire
 from ..common.config import Config
 from ..common.errors import StoreError, WireError
+from ..common.memory import keep_freed
 from ..common.records import Group, GroupReceipt, GroupSubmission
 from ..common.run_folder import JoinInfo, RunFolder
 from ..common.sockets import (
@@ -51,6 +52,8 @@ MESSAGES_PER_TURN = 64
 """Submissions read before what is graded is committed."""
 GROUPS_IN_FLIGHT = 1_024
 """Groups being graded, beyond which no more are read: they wait at their senders."""
+KEPT_BYTES = 256 << 20
+"""Memory that is kept for later groups."""
 LINGER_MS = 2_000
 """Time for the last receipts to leave when the pool does."""
 ALARM_SECONDS = 60.0
@@ -239,6 +242,7 @@ def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None)
         TandemError: the canary failed, graders can't start, or Redis is gone.
     """
     del folder
+    keep_freed(KEPT_BYTES)
     with Grader(config.reward) as grader:
         # Importing math-verify takes a second of its process; meanwhile we connect.
         grader.warm()

@@ -19,6 +19,7 @@ from typing import Any
 import redis
 
 from tandem.common.errors import TandemError
+from tandem.common.memory import KEPT
 from tandem.common.run_folder import JoinInfo
 from tandem.launch.host.redis_server import find
 
@@ -86,7 +87,7 @@ class RedisServer:
             [path, "-"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, **(self.environment or {})},
+            env={**os.environ, **KEPT, **(self.environment or {})},
         )
         assert self.process.stdin is not None
         text = "".join(f"{name} {value}\n" for name, value in settings.items())

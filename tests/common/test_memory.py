@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from tandem.common import memory
 from tandem.common.errors import OutOfMemoryError
 from tandem.common.memory import (
+    KEPT,
     Peaks,
     begin_again,
     is_out_of_memory,
@@ -23,6 +26,8 @@ from tandem.common.memory import (
 
 BLOCK = 96 << 20
 """Over the greatest size that glibc takes from its heap, so that it is given back at once."""
+GROUPS = 4 << 20
+"""As large as some large groups."""
 
 
 @pytest.mark.skipif(not begin_again(), reason="the kernel's mark can't be set back here")
@@ -110,14 +115,17 @@ def test_memory_that_is_kept_is_not_cleared_again() -> None:
         "block = b'x'\n"
         "for turn in range(12):\n"
         "    if turn == 4: before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        f"    block * {BLOCK}\n"
+        "    blocks = [block * {size} for _ in range(6)]\n"
+        "    del blocks\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
     )
-    faults = {
-        kept: int(
-            subprocess.check_output([sys.executable, "-c", code.format(kept=kept)], timeout=60)
-        )
-        for kept in (False, True)
-    }
+
+    def faults(kept: bool, size: int, environment: Mapping[str, str]) -> int:
+        program = [sys.executable, "-c", code.format(kept=kept, size=size)]
+        given = {**os.environ, **environment}
+        return int(subprocess.check_output(program, timeout=60, env=given))
+
     # A page has 4,096 bytes, or more where the kernel has larger ones.
-    assert faults[True] < 100 < faults[False]
+    assert faults(True, BLOCK // 6, {}) < 100 < faults(False, BLOCK // 6, {})
+    # What other programs, such as redis-server, are told.
+    assert faults(False, GROUPS, KEPT) < 100 < faults(False, GROUPS, {})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ....common.cores import usable_cores
+from ....common.memory import KEPT
 from ....common.run_folder import RunFolder
 from ...host.redis_server import choose_port
 from ...plan.hardware import GpuName
@@ -215,7 +216,10 @@ def callbacks(config: Config, folder: RunFolder) -> list[ProcessSpec]:
 
 def redis(folder: RunFolder, program: str, conf: str) -> ProcessSpec:
     return ProcessSpec(
-        name="redis", arguments=("exec", program, conf), log=folder.logs / "redis.log"
+        name="redis",
+        arguments=("exec", program, conf),
+        log=folder.logs / "redis.log",
+        environment=KEPT,
     )
 
 
