@@ -151,10 +151,10 @@ class Pool:
     def _receive(self) -> None:
         for _ in range(MESSAGES_PER_TURN):
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            *route, data = frames
+            route, data = [frame.bytes for frame in frames[:-1]], frames[-1].buffer
             try:
                 submission = wire.decode(data, GroupSubmission)
                 group = submission.group
