@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tandem.learner")
 
+LOSS = "\0"
+"""The loss among an objective's sums, whose names can be printed."""
+
 
 class DeepSpeedEngine:
     """One rank of the learner. The process group must exist (:mod:`tandem.learner.rendezvous`).
@@ -197,10 +200,10 @@ class DeepSpeedEngine:
             ]
         )
         # A rank that has only dummies has no sums of its own.
-        total = self.sum_by_name(dict(zip(["loss", *names], flat.tolist(), strict=True)))
+        total = self.sum_by_name(dict(zip([LOSS, *names], flat.tolist(), strict=True)))
         return UpdateResult(
             applied=applied,
-            loss=total.pop("loss"),
+            loss=total.pop(LOSS),
             grad_norm=0.0 if critic_alone else self._optimizer.grad_norm(self._engine, applied),
             sums=total,
             logprobs=found.logprobs,

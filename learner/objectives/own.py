@@ -46,6 +46,8 @@ def loss_of(objective: Objective, rows: Rows, scalars: Mapping[str, float]) -> t
         raise _failure(objective, step, f"its sums are {_shown(sums)}, not a dict of numbers")
     numbers: Sums = {}
     for name, value in sums.items():
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise _failure(objective, step, f"its sum {name!r} can't be called so: give it a name")
         if isinstance(value, int | float):
             numbers[name] = loss.new_tensor(value, dtype=torch.float64)
         elif isinstance(value, Tensor) and value.numel() == 1:

@@ -455,6 +455,9 @@ class Updates:
                 "critic_grad_norm": result.critic.grad_norm,
             }
         return {
+            # First, so that an objective of one's own can't take a name of these. Rows that the loss refuses have no
+            # sums to report.
+            **(self.objective.report(sums, scalars) if result.applied else {}),
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             **critic,
@@ -464,8 +467,6 @@ class Updates:
             "rows_active": float(update.active),
             "micro_batches": float(len(update.micro_batches)),
             "forward_tokens": float(update.forward_tokens),
-            # Rows that the loss refuses have no sums to report.
-            **(self.objective.report(sums, scalars) if result.applied else {}),
             **looked,
             **update.measured,
             **self.coefficients.metrics,

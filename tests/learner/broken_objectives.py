@@ -1,6 +1,7 @@
 """Objectives of a user's own with bugs; test_own.py and test_trainer.py show what is told of them."""
 
 import torch
+from own_objective import unclipped
 
 from tandem.learner.objectives import Grpo
 
@@ -33,6 +34,10 @@ def a_text_among_sums(rows, scalars, settings):
     return rows.logprobs.sum(), {"mine": torch.tensor(1.0), "x": "text"}
 
 
+def a_sum_without_a_name(rows, scalars, settings):
+    return rows.logprobs.sum(), {3: 1.0}
+
+
 def a_vector_among_sums(rows, scalars, settings):
     return rows.logprobs.sum(), {"x": rows.logprobs.detach()}
 
@@ -63,3 +68,8 @@ def on_the_second_rank(rows, scalars, settings):
     if torch.distributed.get_rank():
         raise ValueError("only here")
     return rows.logprobs.sum()
+
+
+def with_sums(rows, scalars, settings):
+    """A good one, of whose sums one has the name of a metric."""
+    return unclipped(rows, scalars, settings), {"loss": 99.0, "mine": 2.0}

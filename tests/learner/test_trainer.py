@@ -793,13 +793,21 @@ def test_an_objective_of_ones_own_trains(start_run: StartRun, launch: Launch) ->
     """The function of docs/objectives.md, by its import path, is grpo without its clips."""
     unclipped = {"clip_low": None, "clip_high": None, "dual_clip": None}
     runs = []
-    for objective in ({"name": "own_objective:unclipped"}, {"name": "grpo", **unclipped}):
+    for objective in (
+        {"name": "own_objective:unclipped"},
+        {"name": "grpo", **unclipped},
+        {"name": "broken_objectives:with_sums"},
+    ):
         run = start_run(run={"steps": 4}, learner={"objective": objective})
         run.work()
         finish(run, launch(run))
         runs.append(run)
-    own, built_in = runs
+    own, built_in, with_sums = runs
     losses = [record["train/loss"] for record in metrics(built_in)]
+    assert [record["train/loss"] for record in metrics(with_sums)] == pytest.approx(
+        losses, abs=1e-7
+    )
+    assert all(record["train/mine"] >= 2 for record in metrics(with_sums) if record["train/loss"])
     assert any(loss != 0 for loss in losses)
     assert [record["train/loss"] for record in metrics(own)] == pytest.approx(losses, abs=1e-7)
     for name, tensor in weights(built_in).items():

@@ -46,6 +46,7 @@ def line_of(code: str) -> int:
         ("nothing", "its loss is None, not a tensor of one number"),
         ("three", "not a loss and its sums"),
         ("a_text_among_sums", "its sum 'x' is 'text', not one number"),
+        ("a_sum_without_a_name", "its sum 3 can't be called so: give it a name"),
         ("a_vector_among_sums", "its sum 'x' is a tensor of shape [10], not one number"),
         ("typo", "AttributeError: 'Rows' object has no attribute 'logprob'"),
         ("Derived", "AttributeError: 'Derived' object has no attribute 'scale'"),
