@@ -58,3 +58,10 @@ def nearest(word: str, valid: Sequence[str]) -> str:
     """`` (did you mean …?)``, or all valid words if none is close."""
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else f" (there are: {', '.join(valid)})"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of text, a line for each row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (map(str.ljust, row, widths) for row in rows)
+    return ["  ".join(line).rstrip() for line in lines]

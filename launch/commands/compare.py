@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import DataError
 from ...common.run_folder import write_atomic
-from ..evaluation.report import aligned, cell_name, percent
+from ..evaluation.report import cell_name, percent
+from ..wording import aligned
 from .options import output_file
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("A", "B", "on", "A", "B", "B - A", "95%", "better", "worse", "McNemar p")
     ]
     rows += [_row(one) for one in found]
-    print(aligned(rows))
+    print("\n".join(aligned(rows)))
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import structs
@@ -13,6 +13,7 @@ from ...common.plain import for_json
 from ...common.run_folder import write_atomic
 from ...replay.evaluating.evaluated import Cell, EvaluationFolder
 from ...rollout.evaluate import scores
+from ..wording import aligned
 
 
 def summarise(folder: EvaluationFolder) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def table(summary: Mapping[str, Any]) -> str:
         )
     ]
     rows += [_row(cell, cell["figures"]) for cell in summary["cells"]]
-    return aligned(rows)
+    return "\n".join(aligned(rows))
 
 
 def _row(cell: Mapping[str, Any], figures: Mapping[str, Any]) -> tuple[str, ...]:
@@ -84,16 +85,6 @@ def _row(cell: Mapping[str, Any], figures: Mapping[str, Any]) -> tuple[str, ...]
 def percent(share: float) -> str:
     """A share for people."""
     return f"{100 * share:.1f}%"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def cell_name(cell: Cell) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..wording import human
+from ..wording import aligned, human
 from .memory import has_own_gpus
 from .planning import Plan
 from .simulation import Simulated, simulate
@@ -256,12 +256,7 @@ def _teacher(config: Config) -> str:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return [f"  {line}" for line in aligned(rows)]
 
 
 def _gb(count: int) -> str:
