@@ -9,12 +9,7 @@
 -- "rejected <why>", all final; or "resend" where the payload isn't there (the group hasn't changed).
 local FIELDS, MOST_GROUPS = 13, 64
 local function reward(i, name)
-  local value = ARGV[i]
-  if value == '' then return nil end
-  if value and #value < 33 and string.find(value, '^%-?%d+%.?%d*e?[+-]?%d*$')
-      and math.abs(tonumber(value) or math.huge) < math.huge then
-    return nil
-  end
+  if ARGV[i] and is_reward(ARGV[i]) then return nil end
   return unfit(i, name, 'a finite number or nothing')
 end
 local wrong = called('commit', 2 + FIELDS, 2 + FIELDS * MOST_GROUPS)

@@ -25,11 +25,7 @@ local function is_sources(value)
   end
   return n > 0, 'a JSON list of [name, problems, weight]'
 end
--- A reward, or nothing.
-local function is_mean(value)
-  return value == '' or (#value < 33 and string.find(value, '^%-?%d+%.?%d*e?[+-]?%d*$')
-    and math.abs(tonumber(value) or math.huge) < math.huge), 'a finite number or nothing'
-end
+local function is_mean(value) return is_reward(value), 'a finite number or nothing' end
 local FROZEN = {
   sources = is_sources, data_digest = is_text, group_size = is_whole(1), window = is_whole(1),
   groups_per_step = is_whole(1, 1048576), max_staleness = is_whole(0), max_attempts = is_whole(1),

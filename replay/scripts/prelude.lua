@@ -114,6 +114,12 @@ local function is_utf8(text)
   return not string.find(text, '[\128-\255]')
 end
 
+-- A reward, or nothing.
+local function is_reward(value)
+  return value == '' or (#value < 33 and string.find(value, '^%-?%d+%.?%d*e?[+-]?%d*$')
+    and math.abs(tonumber(value) or math.huge) < math.huge)
+end
+
 local function text(i, name, least)
   local value = ARGV[i]
   if value and #value >= (least or 0) and #value <= TEXT_BYTES and is_utf8(value) then return nil end

@@ -20,6 +20,7 @@ import yaml
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import read_join
 from tandem.launch.cli import dispatch
+from tandem.launch.run.opened.presets import load
 
 BIN = Path(sys.executable).parent
 CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
@@ -325,6 +326,8 @@ def test_skypilot_is_asked_for_gpus_as_clouds_rent_them(tmp_path: Path, preset: 
     try:
         assert dispatch(["cluster", "skypilot", preset, "--out", str(tmp_path)]) == 0
     except ConfigError as error:
+        # It isn't one run that has workers.
+        assert load(preset).stages or "tandem offline" in str(error)
         pytest.skip(str(error))
     task = yaml.safe_load((tmp_path / "task.yaml").read_text())
     accelerators = task["resources"].get("accelerators", "none:1")
