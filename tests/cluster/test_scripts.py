@@ -323,12 +323,10 @@ def test_a_task_for_skypilot_branches_on_the_node(tmp_path: Path):
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_skypilot_is_asked_for_gpus_as_clouds_rent_them(tmp_path: Path, preset: str):
-    try:
-        assert dispatch(["cluster", "skypilot", preset, "--out", str(tmp_path)]) == 0
-    except ConfigError as error:
-        # It isn't one run that has workers.
-        assert load(preset).stages or "tandem offline" in str(error)
-        pytest.skip(str(error))
+    whole = load(preset)
+    if whole.stages or whole.resolve([]).learner.source == "offline":
+        pytest.skip("it isn't one run that has workers")
+    assert dispatch(["cluster", "skypilot", preset, "--out", str(tmp_path)]) == 0
     task = yaml.safe_load((tmp_path / "task.yaml").read_text())
     accelerators = task["resources"].get("accelerators", "none:1")
     assert int(accelerators.partition(":")[2]) in {1, 2, 4, 8}
