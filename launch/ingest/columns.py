@@ -78,7 +78,9 @@ def task_of(
     whole = {str(key): plain(value) for key, value in row.raw.items() if key != column}
     asked = [{"role": m.role, "content": m.content} for m in row.content.prompt]
     if asked and (
-        whole.get("prompt") is None or data.remove_system or data.system_prompt is not None
+        not isinstance(whole.get("prompt"), list)
+        or data.remove_system
+        or data.system_prompt is not None
     ):
         whole["prompt"] = prompts.conversation(asked, data)
     if _depth(whole) > DEEPEST:

@@ -32,6 +32,10 @@ from ..opened.presets import FOLDER, Preset, over
 from ..opened.record import as_kept
 
 _NAMED = re.compile(r"\{([a-z][a-z0-9-]*)\}")
+ROUND = "{round}"
+"""A setting that is the number of the round."""
+ROUNDS_APART = 1000
+"""Between the numbers that stand for the rounds of one ``run.seed`` and of the next."""
 _FOLDER = re.compile(r"\{([\w-]+)\}/")
 """How a setting begins that is a path in a named folder."""
 
@@ -48,6 +52,9 @@ class Placed:
     """The run alone."""
     by_name: tuple[str, ...]
     """See :class:`..opened.presets.Stage`."""
+    round: int
+    by_round: frozenset[str]
+    """Settings that are the number of the round."""
 
 
 def folder_of(preset: Preset, overrides: Sequence[str]) -> Path:
@@ -94,6 +101,8 @@ def placed(preset: Preset, overrides: Sequence[str]) -> list[Placed]:
                     folder=top / label,
                     preset=run,
                     by_name=stage.by_name,
+                    round=number,
+                    by_round=frozenset(_by_round(stage.own)),
                 )
             )
     return made
@@ -122,20 +131,24 @@ def _folders(tree: Any) -> Iterator[str]:
 def _filled(tree: Any, names: Sequence[str], places: Mapping[str, str], number: int) -> Any:
     """A stage's sections with the folders in place of the stages' names.
 
-    A setting that names a stage of which there is no run yet is left out: in the first round the model
-    is the one that the preset inherits.
+    A setting that names a stage of which there is no run yet is left out, and so is an item of a list: in the first
+    round the model is the one that the preset inherits.
     """
     if isinstance(tree, Mapping):
         filled = {key: _filled(value, names, places, number) for key, value in tree.items()}
         return {key: value for key, value in filled.items() if value is not _NOT_YET}
     if isinstance(tree, list):
-        items = [_filled(value, names, places, number) for value in tree]
-        return _NOT_YET if _NOT_YET in items else items
+        items = [
+            _filled(value, names, places, number)
+            for value in tree
+            if not _names_none(value, names, places)
+        ]
+        return _NOT_YET if tree and not items else items
     if not isinstance(tree, str):
         return tree
-    if tree == "{round}":
+    if tree == ROUND:
         return number
-    if any(name in names and name not in places for name in _NAMED.findall(tree)):
+    if _names_none(tree, names, places):
         return _NOT_YET
     known = {**places, "round": str(number)}
     return _NAMED.sub(lambda found: known.get(found[1], found[0]), tree)
@@ -144,8 +157,31 @@ def _filled(tree: Any, names: Sequence[str], places: Mapping[str, str], number: 
 _NOT_YET = object()
 
 
+def _names_none(tree: Any, names: Sequence[str], places: Mapping[str, str]) -> bool:
+    """Whether something in it names a stage of which there is no run yet."""
+    return any(name in names and name not in places for name in _NAMED.findall(str(tree)))
+
+
+def _by_round(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Settings that are the number of the round, each with its section."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _by_round(value, f"{prefix}{key}.")
+        elif value == ROUND:
+            yield prefix + key
+
+
+def _in_round(word: str, stage: Placed) -> str:
+    """An override as a round gets it: a seed for all rounds gives each of them one of its own."""
+    key, _, value = word.partition("=")
+    if key not in stage.by_round or not re.fullmatch(r"-?\d+", value):
+        return word
+    return f"{key}={int(value) * ROUNDS_APART + stage.round}"
+
+
 def words_of(stage: Placed, overrides: Sequence[str], stages: Sequence[Placed]) -> list[str]:
-    """The overrides that a stage gets: ``sft.run.steps=5`` is for the stage ``sft`` alone."""
+    """The overrides that a stage gets: ``sft.run.steps=5`` is for the stage ``sft`` alone, in all rounds, and
+    ``sft-2.run.steps=5`` for its second one."""
     others = {one.name for one in stages} | {one.label for one in stages}
     kept = []
     for word in overrides:
@@ -154,9 +190,11 @@ def words_of(stage: Placed, overrides: Sequence[str], stages: Sequence[Placed]) 
             continue
         if not dot or first not in others:
             if first.partition("=")[0] not in stage.by_name:
-                kept.append(word)
-        elif first in (stage.name, stage.label):
+                kept.append(_in_round(word, stage))
+        elif first == stage.label:
             kept.append(rest)
+        elif first == stage.name:
+            kept.append(_in_round(rest, stage))
     return kept
 
 

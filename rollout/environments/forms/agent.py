@@ -14,6 +14,7 @@ lets this error through has no reward, and hasn't failed.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,13 @@ class AgentEpisodes:
     def __init__(self, target: Callable[..., Any], params: Mapping[str, Any]) -> None:
         if not callable(target):
             raise TypeError(f"{target!r:.100} isn't a function")
+        try:
+            inspect.signature(target).bind({}, base_url="", api_key="", **params)
+        except TypeError as error:
+            words = "a task, base_url=, api_key= and environments.use.….params"
+            raise TypeError(f"{target!r:.100} can't be called with {words}: {error}") from None
+        except ValueError:
+            pass  # One of C has no signature.
         self._run, self._params = target, dict(params)
         self._finish = Awaiting()
 
@@ -61,6 +69,8 @@ def is_too_long(error: BaseException | None) -> bool:
     for _ in range(10):
         if error is None:
             return False
+        if isinstance(error, BaseExceptionGroup):
+            return any(map(is_too_long, error.exceptions))
         if getattr(error, "code", None) == CONTEXT_CODE:
             return True
         error = error.__cause__ or error.__context__

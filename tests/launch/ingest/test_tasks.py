@@ -78,6 +78,7 @@ def test_a_row_names_its_environment_in_a_column_and_is_given_whole(tmp_path: Pa
     "row",
     [
         {"problem": "1*2=?", "answer": "2"},
+        {"prompt": "1*2=?", "gold": "2"},
         {"question": "1*2=?", "answer": "It is 2.\n#### 2"},
         {
             "messages": [
@@ -86,7 +87,7 @@ def test_a_row_names_its_environment_in_a_column_and_is_given_whole(tmp_path: Pa
             ]
         },
     ],
-    ids=["problem", "question", "messages"],
+    ids=["problem", "prompt", "question", "messages"],
 )
 def test_the_prompt_of_any_form_is_given_as_messages_without_its_answer(
     tmp_path: Path, row: dict[str, Any]

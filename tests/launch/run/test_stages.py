@@ -123,6 +123,34 @@ def test_rounds_go_on_from_the_round_before() -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "seeds"),
+    [
+        ("run.seed=0", [1, 2, 3]),
+        ("run.seed=2", [2001, 2002, 2003]),
+        ("sample.run.seed=2", [2001, 2002, 2003]),
+        ("sample-2.run.seed=2", [1, 2, 3]),
+    ],
+)
+def test_a_seed_for_all_rounds_gives_each_one_of_its_own(word: str, seeds: list[int]) -> None:
+    runs = of_preset(load(written(ROUNDS)), ["rounds=3", word])
+    found = {label: preset.resolve(own).run.seed for label, preset, own in runs}
+    assert [found[f"sample-{n}"] for n in (1, 2, 3)] == seeds
+
+
+def test_an_item_that_names_a_stage_without_a_run_is_left_out_of_its_list() -> None:
+    lists = 'data: {train: [{path: a.jsonl}, {path: "{sft}/archive"}]}'
+    text = ROUNDS.replace("name: sample,", f"name: sample, {lists},")
+    configs = {
+        label: preset.resolve(own) for label, preset, own in of_preset(load(written(text)), [])
+    }
+    assert [one.path for one in configs["sample-1"].data.train] == ["a.jsonl"]
+    assert [one.path for one in configs["sample-2"].data.train] == [
+        "a.jsonl",
+        "runs/mine/sft-1/archive",
+    ]
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("stages: {sft: {}}", "stages should be a list of mappings"),

@@ -11,6 +11,8 @@ import pytest
 from standin_endpoint import calling
 
 from tandem.common.records import Verdict
+from tandem.rollout.environments.forms.agent import AgentEpisodes, is_too_long
+from tandem.rollout.environments.forms.asking import CONTEXT_CODE
 
 PlayOne = Callable[..., Any]
 
@@ -190,6 +192,19 @@ class TestAgent:
     ) -> None:
         played, _ = play_one("agent", {"question": "6*7?", "answer": "42"}, lambda _: None)
         assert (played.reward, played.failure, played.detail) == (None, None, "context_length")
+
+    @pytest.mark.parametrize("function", [lambda task, url, key: 1.0, lambda task, base_url: 1.0])
+    def test_one_that_can_not_be_called_is_refused_before_it_plays(self, function: Any) -> None:
+        with pytest.raises(TypeError, match=r"can't be called with a task, base_url=, api_key="):
+            AgentEpisodes(function, {})
+        with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+            AgentEpisodes(lambda task, base_url, api_key: 1.0, {"nonsense": 3})
+
+    def test_a_full_session_is_known_within_a_group_of_exceptions(self) -> None:
+        full = RuntimeError("no more room")
+        full.code = CONTEXT_CODE  # type: ignore[attr-defined]
+        assert is_too_long(ExceptionGroup("tasks", [ValueError(), ExceptionGroup("more", [full])]))
+        assert not is_too_long(ExceptionGroup("tasks", [ValueError()]))
 
     def test_an_exception_is_a_failure_with_its_last_line(self, play_one: PlayOne) -> None:
         played, _ = play_one("plain", {"what": "raise", "number": 3})
