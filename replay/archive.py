@@ -259,8 +259,9 @@ def rewards(where: ArchivedStep) -> tuple[list[GroupRewards], bool]:
     ], foreign
 
 
-def longest(where: ArchivedStep) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest response in a step's groups, traces included.
+def longest(where: ArchivedStep) -> tuple[int, int, int]:
+    """Tokens of the longest prompt and of the longest response in a step's groups, traces included; and of the longest
+    episode with its prompt, since groups with episodes count for that alone.
 
     The lengths of samples are read from ``source``, which has an entry for each token and takes next to no space.
 
@@ -271,20 +272,40 @@ def longest(where: ArchivedStep) -> tuple[int, int]:
         "step",
         "prompt_tokens",
         "samples.list.element.source",
+        "samples.list.element.episode",
         "traces.list.element.tokens",
     )
     with _opened(where.path) as file:
         found = file.read_row_group(where.part, columns=list(columns))
-    prompt = response = 0
+    prompt = response = episode = 0
     for batch in found.filter(pc.field("step") == where.step).to_batches():
-        prompt = max(prompt, _longest(batch["prompt_tokens"]))
+        prompts = _lengths(batch["prompt_tokens"])
+        played = _played(batch["samples"], len(prompts))
+        prompt = max(prompt, *prompts[~played], 0)
         for kind, name in (("samples", "source"), ("traces", "tokens")):
-            response = max(response, _longest(batch[kind].flatten().field(name)))
-    return prompt, response
+            group = _list_of_each(batch[kind])
+            lengths = _lengths(batch[kind].flatten().field(name))
+            response = max(response, *lengths[~played[group]], 0)
+            episode = max(episode, *(prompts[group] + lengths)[played[group]], 0)
+    return int(prompt), int(response), int(episode)
 
 
-def _longest(lists: pa.ListArray) -> int:
-    return pc.max(lists.value_lengths()).as_py() or 0
+def _lengths(lists: pa.ListArray) -> NDArray[np.int64]:
+    return np.asarray(lists.value_lengths().fill_null(0), np.int64)
+
+
+def _list_of_each(lists: pa.ListArray) -> NDArray[np.int64]:
+    """For each item of all lists, which list has it."""
+    return np.asarray(pc.list_parent_indices(lists), np.int64)
+
+
+def _played(samples: pa.ListArray, groups: int) -> NDArray[np.bool_]:
+    """Whether each group has an episode; older files have no such column."""
+    played = np.zeros(groups, bool)
+    if samples.type.value_type.get_field_index("episode") >= 0:
+        there = np.asarray(samples.flatten().field("episode").is_valid(), bool)
+        played[_list_of_each(samples)[there]] = True
+    return played
 
 
 def _has_verdict(row: Mapping[str, Any]) -> bool:

@@ -58,13 +58,14 @@ def check_archive(config: Config) -> None:
 
 
 def _check_lengths(config: Config, folder: Path) -> None:
-    prompt = response = 0
-    for where in islice(archive.steps(folder), config.run.steps):
-        of_prompts, of_responses = archive.longest(where)
-        prompt, response = max(prompt, of_prompts), max(response, of_responses)
+    found = [archive.longest(where) for where in islice(archive.steps(folder), config.run.steps)]
+    prompt, response, episode = (
+        (max(lengths) for lengths in zip(*found, strict=True)) if found else (0, 0, 0)
+    )
+    prompts, responses = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     limits = {
-        "data.max_prompt_tokens": (config.data.max_prompt_tokens, prompt),
-        "rollout.max_new_tokens": (config.rollout.max_new_tokens, response),
+        "data.max_prompt_tokens": (prompts, prompt),
+        "rollout.max_new_tokens": (responses, max(response, episode - prompts)),
     }
     wanted = [
         f"{key}={limit:,} to at least {longest:,}"
@@ -72,9 +73,10 @@ def _check_lengths(config: Config, folder: Path) -> None:
         if longest > limit
     ]
     if wanted:
+        episodes = f", and episodes of up to {episode:,} with theirs" if episode else ""
         raise DataError(
             f"data.archive={config.data.archive} has prompts of up to {prompt:,} tokens and responses of up to "
-            f"{response:,}: raise {' and '.join(wanted)}"
+            f"{response:,}{episodes}: raise {' and '.join(wanted)}"
         )
 
 

@@ -448,7 +448,11 @@ class ArchiveSource(StoredSource):
         responses = [sample.tokens for sample in one.group.samples]
         responses += [trace.tokens for trace in one.traces]
         longest = max(map(len, responses), default=0)
-        if len(prompt) > data.max_prompt_tokens or longest > rollout.max_new_tokens:
+        # Of an episode the whole is bounded: see rollout/endpoint/sessions.py.
+        fits = len(prompt) <= data.max_prompt_tokens and longest <= rollout.max_new_tokens
+        if any(sample.episode is not None for sample in one.group.samples):
+            fits = len(prompt) + longest <= data.max_prompt_tokens + rollout.max_new_tokens
+        if not fits:
             raise DataError(
                 f"{where} has a prompt of {len(prompt):,} tokens and responses of up to {longest:,}: "
                 f"raise data.max_prompt_tokens={data.max_prompt_tokens:,} or "

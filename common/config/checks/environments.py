@@ -35,9 +35,10 @@ def environments(config: Config) -> str | None:
             "environments.use is empty: describe an environment there, or leave the component out"
         )
     if config.learner.source != "ledger":
+        named = " and environments.default=null" if config.environments.default else ""
         return (
             f"environments.use is played by rollout workers, and learner.source={config.learner.source} has "
-            f"none: set environments.use={{}}"
+            f"none: set environments.use={{}}{named}"
         )
     for named, is_set in (
         (f"data.template={config.data.template}", config.data.template != OWN),

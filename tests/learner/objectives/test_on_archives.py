@@ -13,9 +13,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tandem.common.config import Config
 from tandem.common.errors import DataError
 from tandem.common.objectives import OBJECTIVES
-from tandem.common.records import FinishReason, Source
+from tandem.common.records import Episode, FinishReason, Source
 from tandem.common.run_folder import RunFolder
 from tandem.common.telemetry import Clock
 from tandem.launch.cli import main
@@ -263,6 +264,48 @@ def test_no_more_steps_are_looked_at_than_a_run_may_be_idle(
         check_archive(config.model_copy(update={"learner": short}))
 
 
+def with_limits(config: Config, prompts: int, responses: int, steps: int = STEPS) -> Config:
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"max_prompt_tokens": prompts}),
+            "rollout": config.rollout.model_copy(update={"max_new_tokens": responses}),
+            "run": config.run.model_copy(update={"steps": steps}),
+        }
+    )
+
+
+def test_an_episode_must_fit_with_its_prompt(
+    made_up: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """As in the run that made it, where a turn is bounded and then the whole of them."""
+    folder = write(tmp_path / "archive", made_up, (1, 0, 1, 0), traces=False)
+    path = folder / archive.file_name(1)
+    one, other = archive.read(path)
+    episode = Episode(environment="sums", reward=1.0, failure=None, detail="", turns=(), metrics={})
+    first, *rest = one.group.samples
+    longer = {
+        name: np.resize(getattr(first, name), 40) for name in ("tokens", "source", "logprobs")
+    }
+    played = replace(first, **longer, spans=(), token_rewards=None, episode=episode)
+    whole = replace(one.group, samples=(played, *rest), prompt_tokens=np.zeros(30, np.int32))
+    archive.write(path, [dataclasses.replace(one, group=whole), other])
+    config = config_of(made_up, folder, model, {"name": "grpo"})
+    for fitting in (with_limits(config, 50, 20, 1), with_limits(config, 29, 41, 1)):
+        check_archive(fitting)
+        fetch = ArchiveSource(fitting, folder).take(1, 1)
+        assert not isinstance(fetch, Waiting)
+        fetch()
+    short = with_limits(config, 49, 20, 1)
+    with pytest.raises(
+        DataError, match=r"episodes of up to 70 .*max_new_tokens=20 to at least 21$"
+    ):
+        check_archive(short)
+    fetch = ArchiveSource(short, folder).take(1, 1)
+    assert not isinstance(fetch, Waiting)
+    with pytest.raises(DataError, match="has a prompt of 30 tokens and responses of up to 40"):
+        fetch()
+
+
 def test_the_longest_rows_of_all_steps_of_the_run_must_fit(
     made_up: ModuleType, model: Path, tmp_path: Path
 ) -> None:
@@ -284,14 +327,8 @@ def test_the_longest_rows_of_all_steps_of_the_run_must_fit(
     )
     config = config_of(made_up, folder, model, {"name": "grpo"})
 
-    def limited(prompts: int, responses: int, steps: int = STEPS) -> Any:
-        return config.model_copy(
-            update={
-                "data": config.data.model_copy(update={"max_prompt_tokens": prompts}),
-                "rollout": config.rollout.model_copy(update={"max_new_tokens": responses}),
-                "run": config.run.model_copy(update={"steps": steps}),
-            }
-        )
+    def limited(prompts: int, responses: int, steps: int = STEPS) -> Config:
+        return with_limits(config, prompts, responses, steps)
 
     check_archive(limited(30, 20))
     check_archive(limited(29, 19, steps=1))
