@@ -72,7 +72,8 @@ three arguments, are refused before anything is started.
 `rows` is a [`Rows`](../learner/rows/rows.py): flat tokens with their rows. `scalars` has the sums of
 `statistics(rows)` over the update (an attribute of the function, beside `own_tokens`,
 `expert_tokens` and `sequences`), `constant`, `width` and `step`. Return the part of the update's loss
-that these rows make, and if you like a dict of sums for `metrics.jsonl`. Dividing by anything but
+that these rows make, and if you like a dict of sums for `metrics.jsonl`, where a metric of the same name takes a sum's
+place. Dividing by anything but
 `scalars` makes the loss depend on the size of micro-batches. `columns`, as an attribute, asks for
 more log-probs: `proximal`, or `current` (then `statistics` sees `rows.logprobs`). `settings` has what the
 updates read of any objective (`advantage`, `aggregation`, `truncation`, `stragglers`, and the keys of entropy

@@ -14,8 +14,12 @@ from tandem.launch.cli import dispatch
 
 QUIET = ("evaluate.every=0", "evaluate.at_start=false", "evaluate.at_end=false")
 AGAIN = ("offline", "miniature", "learner.source=offline", *QUIET)
-# A reference's log-probs, too, are the same bits; and the rate of a step is that of a longer run.
-SAME = ("learner.objective.kl_coefficient=0.1", "learner.optimizer.schedule=constant")
+# A reference's log-probs, too, are the same bits; and the rate of a step is that of a longer run. Offline the learner
+# would have another number of threads, with which some processors add in another order.
+SAME = (
+    *("learner.objective.kl_coefficient=0.1", "learner.optimizer.schedule=constant"),
+    "learner.threads=1",
+)
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
