@@ -130,8 +130,7 @@ def step(plan: Plan) -> list[str]:
         _assumed(plan),
     ]
     if plan.scenario is None:
-        why = "the run is on CPUs" if plan.device == "cpu" else "the model's sizes aren't known"
-        return [*lines, f"  no time is estimated: {why}"]
+        return [*lines, f"  no time is estimated: {_why_no_time(plan)}"]
     simulated = simulate(plan.scenario)
     engines = f"{plan.scenario.workers} engine{'s' * (plan.scenario.workers > 1)}"
     lines += _columns(
@@ -177,6 +176,14 @@ def step(plan: Plan) -> list[str]:
         "1910.02054 (ZeRO), 2205.05198 (activations)"
     )
     return lines
+
+
+def _why_no_time(plan: Plan) -> str:
+    if plan.device == "cpu":
+        return "the run is on CPUs"
+    if plan.shape is None:
+        return "the model's sizes aren't known"
+    return "all samples come from workers on other hosts (rollout.workers=0)"
 
 
 def who_waits(simulated: Simulated) -> str:

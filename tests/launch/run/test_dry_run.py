@@ -306,6 +306,18 @@ def test_a_model_that_nobody_knows_is_planned_without_figures(
     assert "learner-5" in out
 
 
+def test_no_time_is_told_if_all_samples_come_from_other_hosts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("plan", EIGHT, "--gpu", "H100", "--gpus", "8", "rollout.workers=0")
+    code, out, _ = tandem(capsys, *words)
+    assert code == 0
+    assert "no time is estimated: all samples come from workers on other hosts" in out
+    code, out, _ = tandem(capsys, *words, "--json")
+    assert code == 0
+    assert json.loads(out)["step"]["simulated"] is None
+
+
 def test_on_cpus_no_time_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = tandem(capsys, "plan", "miniature")
     assert code == 0
