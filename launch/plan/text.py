@@ -139,7 +139,7 @@ def step(plan: Plan) -> list[str]:
                 "  learner",
                 f"works {_seconds(simulated.trained)}",
                 f"waits {simulated.learner_waits:.0%} of the time",
-                f"{_passes(plan.config)} N T + {_teacher(plan.config)}attention, optimizer, exchange of gradients",
+                _operations(plan.config),
             ),
             (
                 f"  {engines}",
@@ -245,6 +245,13 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
             + " more than 5% faster"
         )
     return lines
+
+
+def _operations(config: Config) -> str:
+    """What the learner's step consists of."""
+    if not config.learner.train:
+        return "nothing is trained (learner.train=false)"
+    return f"{_passes(config)} N T + {_teacher(config)}attention, optimizer, exchange of gradients"
 
 
 def _passes(config: Config) -> str:
