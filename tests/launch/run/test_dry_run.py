@@ -262,6 +262,10 @@ def test_splits_are_told_with_memory_time_and_who_waits(
         (("miniature",), "runs on CPUs"),
         (("qwen2.5-0.5b-grpo-1gpu",), "shares them"),
         (("qwen2.5-math-1.5b-grpo-2gpu", "model.path=someone/some-model"), "needs the sizes of"),
+        (
+            ("qwen2.5-math-1.5b-grpo-2gpu", "learner.ranks=2", "learner.hosts=2"),
+            "learner.hosts=2 spreads the learner over several",
+        ),
     ],
 )
 def test_splits_of_what_cannot_be_split_are_refused(
