@@ -182,13 +182,14 @@ def read(path: Path) -> History:
                 # A crash of the host may have cut the last line; the learner writes it again.
                 if not line.endswith(b"\n"):
                     break
+                if b'"eval/' in line:
+                    kept.append(line)
+                    continue
                 recent.append(line)
                 if len(recent) <= 2 * WINDOW:
                     continue
                 old = recent.popleft()
-                if b'"eval/' in old:
-                    kept.append(old)
-                elif b'"ratio/alarm": 1' in old:
+                if b'"ratio/alarm": 1' in old:
                     for record in parsed([old]):
                         history.note_alarm(record)
     for record in parsed([*kept, *recent]):

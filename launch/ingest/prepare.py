@@ -252,6 +252,15 @@ def prepare(
     )
 
 
+def trained_traces(config: Config, prepared: Prepared) -> int:
+    """Number of the traces that are trained on: all but those of held-out pairs (``data.heldout_pairs``)."""
+    share = config.data.heldout_pairs
+    if not share:
+        return len(prepared.traces)
+    away = held_out((p for p in prepared.problems if p.trace_ids), share, config.run.seed)
+    return sum(trace.problem_id not in away for trace in prepared.traces)
+
+
 def _check_source(source: SourceConfig | EvalSetConfig, path: Path) -> None:
     """Refuses a source of no known form; the rows of an archive have none."""
     turns = getattr(source, "turns", "last")

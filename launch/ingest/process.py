@@ -59,7 +59,7 @@ class Found:
     data_digest: str
     """Digest of problems and traces."""
     traces: int
-    """Number of accepted expert traces."""
+    """Number of accepted expert traces, without those of held-out pairs."""
 
 
 class IngestProcess:
@@ -174,7 +174,7 @@ def main(questions: IO[str], answers: IO[str]) -> int:
     from ...replay.ledger import Ledger
     from ...replay.store import RunStore
     from .load import load
-    from .prepare import prepare
+    from .prepare import prepare, trained_traces
 
     def say(answer: dict[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -193,7 +193,7 @@ def main(questions: IO[str], answers: IO[str]) -> int:
                     "counts": {name: str(counts) for name, counts in prepared.counts.items()},
                     "sources": prepared.sources,
                     "data_digest": prepared.data_digest,
-                    "traces": len(prepared.traces),
+                    "traces": trained_traces(config, prepared),
                 }
             }
         )

@@ -123,14 +123,14 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
 
     With adapters the gradients, optimizer and staging are theirs, and the reference is the model itself
     without them. What is offloaded lies in host memory (:func:`offloaded`). At the start, while it is tried, the
-    whole model is on the device, whatever ZeRO-3 then takes away again.
+    whole model is on the device, whatever ZeRO-3 then takes away again. With ``learner.train=false`` there is no pass.
     """
     n, ranks, e = shape.parameters, config.learner.ranks, element(config)
     stage, t = config.zero_stage(), trained(config, shape)
     staged = STAGED * engine_element(config) * t if rank == 0 else 0
     parts = {
         **states(config, n, t, config.learner.optimizer),
-        **of_a_pass(config, shape, device),
+        **(of_a_pass(config, shape, device) if config.learner.train else {}),
         "weight staging": staged
         if device == "cpu"
         else (rank == 0) * buckets_on_gpu(config, device),

@@ -69,7 +69,8 @@ class Plan:
     load: Load
     """The work of a step."""
     scenario: Scenario | None
-    """What is simulated; None on CPUs, or if the model's sizes aren't known."""
+    """What is simulated; None on CPUs, if the model's sizes aren't known, or if all samples come from
+    other hosts."""
     problems: tuple[str, ...]
     """Why it wouldn't fit, on paper."""
 
@@ -190,7 +191,8 @@ def make(
     work = load(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens, spread=spread)
     engines = [p.holding for p in planned if p.holding and p.name.startswith("rollout")]
     cache = engines[0].cache_tokens if engines else 0
-    known = shape is not None and device == "cuda"
+    elsewhere = config.learner.source == "ledger" and config.rollout.workers == 0
+    known = shape is not None and device == "cuda" and not elsewhere
     plan = Plan(
         name=name,
         config=config,

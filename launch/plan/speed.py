@@ -129,7 +129,7 @@ def load(
         )
     return Load(
         samples=0 if offline else groups * own_rows(config),
-        rows=groups * rows_of_group(config),
+        rows=groups * rows_of_group(config) if config.learner.train else 0,
         groups=groups,
         prompt=prompt,
         lengths=lengths,
@@ -146,8 +146,6 @@ def scenario(
         cache_tokens: tokens that fit into one engine's KV cache.
     """
     own = work.samples // work.groups
-    seconds = learner_seconds(config, shape, node, work)
-    token = forward_seconds(config, shape, node, 1, work.prompt + work.response)
     return Scenario(
         limits=Limits(
             groups_per_step=work.groups,
@@ -163,16 +161,25 @@ def scenario(
         lengths=work.lengths,
         prompt=work.prompt,
         engine=engine_speed(config, shape, node),
-        learner=LearnerSpeed(
-            step=seconds - token * work.samples * work.response,
-            token=token,
-            publish=engine_element(config) * trained(config, shape) / PINNED_RATE,
-            transfer=transfer_seconds(config, shape, node),
-        ),
-        recompute=config.rollout.recompute_kv,
+        learner=learner_speed(config, shape, node, work),
+        recompute=config.rollout.recompute_kv and config.learner.train,
         every=config.weights.every,
         graded_a_second=GRADED_A_SECOND * max(1, config.reward.pools * config.reward.graders),
         shared=config.launch.share_gpu,
+    )
+
+
+def learner_speed(config: Config, shape: ModelShape, node: Node, work: Load) -> LearnerSpeed:
+    """Speed of the learner, all ranks together. One that trains nothing (``learner.train``) only gives the weights
+    that the engines have a new version."""
+    if not config.learner.train:
+        return LearnerSpeed(step=0.0)
+    token = forward_seconds(config, shape, node, 1, work.prompt + work.response)
+    return LearnerSpeed(
+        step=learner_seconds(config, shape, node, work) - token * work.samples * work.response,
+        token=token,
+        publish=engine_element(config) * trained(config, shape) / PINNED_RATE,
+        transfer=transfer_seconds(config, shape, node),
     )
 
 
@@ -200,7 +207,7 @@ def engine_speed(config: Config, shape: ModelShape, node: Node) -> EngineSpeed:
         cached_token=shape.kv_bytes(e) / bandwidth,
         row=2 * shape.multiplied / flops,
         prompt_token=2 * shape.multiplied / flops,
-        load=e * trained(config, shape) / across / PINNED_RATE,
+        load=e * trained(config, shape) / across / PINNED_RATE if config.learner.train else 0.0,
     )
 
 

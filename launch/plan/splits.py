@@ -78,7 +78,8 @@ def splits(
         **lengths: lengths as for :func:`~.planning.make`.
 
     Raises:
-        ConfigError: the run is on CPUs or offline, its roles share GPUs, or its model isn't known.
+        ConfigError: the run is on CPUs or offline, its roles share GPUs, its learner is on several hosts, or its model
+            isn't known.
     """
     if config.launch.gpus == "none" or config.launch.share_gpu:
         raise ConfigError(
@@ -87,6 +88,11 @@ def splits(
         )
     if config.learner.source == "offline":
         raise ConfigError("--splits divides GPUs with engines, and offline nothing is generated")
+    if config.learner.hosts > 1:
+        raise ConfigError(
+            f"--splits divides the GPUs of one node, and learner.hosts={config.learner.hosts} spreads the learner "
+            f"over several: set learner.hosts=1"
+        )
     found: list[Split] = []
     for ranks, workers in shares(node.gpus, config.rollout.gpus_per_worker):
         bound_by: Simulated | None = None

@@ -130,8 +130,7 @@ def step(plan: Plan) -> list[str]:
         _assumed(plan),
     ]
     if plan.scenario is None:
-        why = "the run is on CPUs" if plan.device == "cpu" else "the model's sizes aren't known"
-        return [*lines, f"  no time is estimated: {why}"]
+        return [*lines, f"  no time is estimated: {_why_no_time(plan)}"]
     simulated = simulate(plan.scenario)
     engines = f"{plan.scenario.workers} engine{'s' * (plan.scenario.workers > 1)}"
     lines += _columns(
@@ -140,7 +139,7 @@ def step(plan: Plan) -> list[str]:
                 "  learner",
                 f"works {_seconds(simulated.trained)}",
                 f"waits {simulated.learner_waits:.0%} of the time",
-                f"{_passes(plan.config)} N T + {_teacher(plan.config)}attention, optimizer, exchange of gradients",
+                _operations(plan.config),
             ),
             (
                 f"  {engines}",
@@ -177,6 +176,14 @@ def step(plan: Plan) -> list[str]:
         "1910.02054 (ZeRO), 2205.05198 (activations)"
     )
     return lines
+
+
+def _why_no_time(plan: Plan) -> str:
+    if plan.device == "cpu":
+        return "the run is on CPUs"
+    if plan.shape is None:
+        return "the model's sizes aren't known"
+    return "all samples come from workers on other hosts (rollout.workers=0)"
 
 
 def who_waits(simulated: Simulated) -> str:
@@ -238,6 +245,13 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
             + " more than 5% faster"
         )
     return lines
+
+
+def _operations(config: Config) -> str:
+    """What the learner's step consists of."""
+    if not config.learner.train:
+        return "nothing is trained (learner.train=false)"
+    return f"{_passes(config)} N T + {_teacher(config)}attention, optimizer, exchange of gradients"
 
 
 def _passes(config: Config) -> str:

@@ -336,7 +336,8 @@ def _trained(folder: RunFolder, course: Course) -> tuple[int, int]:
 
 
 def _epochs(config: Config, record: Mapping[str, Any], steps: int, samples: int) -> float | None:
-    """Passes over what is stored, of an offline run: the stored traces, or the steps of an archive."""
+    """Passes over what is stored, of an offline run: the stored traces without those of held-out pairs, or the steps
+    of an archive."""
     if config.learner.source != "offline":
         return None
     if config.data.archive is None:

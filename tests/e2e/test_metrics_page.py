@@ -99,6 +99,15 @@ def test_every_metric_on_the_page_is_written_by_the_run_or_stands_in_the_code(
     assert unknown == []
 
 
+def test_every_activity_that_the_learner_times_is_on_the_page(
+    page: dict[str, str], root: Path
+) -> None:
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (root / "learner").rglob("*.py"))
+    timed = set(re.findall(r'[.]doing\("([a-z/]+)"\)', code))
+    assert "compute" in timed
+    assert sorted(f"time/{name}" for name in timed if f"time/{name}" not in page) == []
+
+
 def test_a_name_that_is_not_on_the_page_would_be_seen(page: dict[str, str]) -> None:
     assert documented("reward/verdict_timeout", page)
     assert documented("eval/amc/accuracy", page)

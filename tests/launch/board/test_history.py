@@ -74,6 +74,24 @@ def test_a_file_is_read_as_if_record_by_record(tmp_path: Path) -> None:
     assert read(tmp_path / "none.jsonl").step == 0
 
 
+@pytest.mark.parametrize("each", [0, 6])
+def test_evaluations_push_no_step_out_of_a_file(tmp_path: Path, each: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = []
+    for step in range(1, 5 * WINDOW):
+        records += [record(step), *[evaluated(step, 0.5)] * each]
+    # Results of an evaluator that is far behind come all at once.
+    records += [evaluated(step, 0.5) for step in range(1, 3 * WINDOW)]
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    told, by_hand = read(path), History()
+    for one in records:
+        by_hand.add(one)
+    assert told.step == by_hand.step == 5 * WINDOW - 1
+    assert told.values("reward/mean") == by_hand.values("reward/mean")
+    assert len(told.values("reward/mean")) == WINDOW
+    assert told.evaluations == by_hand.evaluations
+
+
 def test_an_alarm_of_the_ratio_check_is_kept_however_long_ago(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     records = [record(step) for step in range(1, 5 * WINDOW)]

@@ -644,13 +644,17 @@ def test_tests_that_the_reward_runs_are_kept_however_long(made: Path) -> None:
 # --- responses that the data judge ---
 
 
-def offline(objective: str, *overrides: str) -> ingest.Prepared:
-    config = load("miniature-sft").resolve(
+def offline_config(objective: str, *overrides: str) -> Config:
+    return load("miniature-sft").resolve(
         [
             *("data.miniature=null", "data.train=[{path: d/own.jsonl}]", "data.evaluate=[]"),
             *(f"learner.objective.name={objective}", *overrides),
         ]
     )
+
+
+def offline(objective: str, *overrides: str) -> ingest.Prepared:
+    config = offline_config(objective, *overrides)
     assert config.run.dir is not None
     return ingest.prepare(config, RunFolder(config.run.dir))
 
@@ -677,6 +681,22 @@ def test_a_pair_is_two_traces_of_a_problem(made: Path) -> None:
     assert str(found.counts["own"]).startswith("2 problems, 2 expert traces (2 not graded)")
     # Whoever learns only from good responses gets only those.
     assert [text for _, text, *_ in judged(offline("sft"))] == ["3", "3"]
+
+
+@pytest.mark.parametrize(("share", "trained"), [(0.0, 12), (0.3, 8)])
+def test_the_run_is_told_of_as_many_traces_as_are_trained_on(
+    made: Path, share: float, trained: int
+) -> None:
+    pairs = [{**PAIR, "prompt": f"{n}+2=?<think>"} for n in range(6)]
+    # A pair that is too long leaves a problem without traces, which can't be held out.
+    own_rows(made, *pairs, {**PAIR, "prompt": "7+7=?<think>", "rejected": "9" * 400})
+    config = offline_config("dpo", f"data.heldout_pairs={share}")
+    assert config.run.dir is not None
+    process = IngestProcess(config, RunFolder(config.run.dir), print)
+    try:
+        assert process.prepare().traces == trained
+    finally:
+        process.close()
 
 
 def test_labels_are_verdicts(made: Path) -> None:

@@ -15,6 +15,7 @@ from tandem.common.objectives import OBJECTIVES, reads
 from tandem.launch.plan import advice, memory, sizes, speed
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.plan.node import GB, KINDS, Node, node
+from tandem.launch.plan.simulation import LearnerSpeed
 from tandem.launch.plan.sizes import ModelShape, shape_of
 from tandem.launch.run.opened.presets import load
 
@@ -656,6 +657,18 @@ def test_what_the_learner_takes_follows_the_tokens_of_its_row() -> None:
     found = speed.scenario(settings, SMALL, PLAIN, work, 10**9).learner
     whole = found.step + found.token * work.samples * 900
     assert whole == pytest.approx(speed.learner_seconds(settings, SMALL, PLAIN, work))
+
+
+def test_where_nothing_is_trained_a_step_is_the_engines_alone() -> None:
+    settings = config("learner.train=false", "log.archive=true")
+    work = speed.load(settings)
+    assert (work.samples, work.rows) == (speed.load(config()).samples, 0)
+    found = speed.scenario(settings, SMALL, PLAIN, work, 10**9)
+    assert found.learner == LearnerSpeed(step=0.0)
+    # New versions are the same weights, for which no engine pauses.
+    assert (found.engine.load, found.recompute) == (0.0, False)
+    for device in ("cpu", "cuda"):
+        assert not {"activations", "logits"} & set(memory.learner(settings, SMALL, device).parts)
 
 
 # --- the node ---

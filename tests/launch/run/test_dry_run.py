@@ -262,6 +262,10 @@ def test_splits_are_told_with_memory_time_and_who_waits(
         (("miniature",), "runs on CPUs"),
         (("qwen2.5-0.5b-grpo-1gpu",), "shares them"),
         (("qwen2.5-math-1.5b-grpo-2gpu", "model.path=someone/some-model"), "needs the sizes of"),
+        (
+            ("qwen2.5-math-1.5b-grpo-2gpu", "learner.ranks=2", "learner.hosts=2"),
+            "learner.hosts=2 spreads the learner over several",
+        ),
     ],
 )
 def test_splits_of_what_cannot_be_split_are_refused(
@@ -304,6 +308,18 @@ def test_a_model_that_nobody_knows_is_planned_without_figures(
     assert code == 0
     assert "the sizes of someone/some-model aren't known" in out
     assert "learner-5" in out
+
+
+def test_no_time_is_told_if_all_samples_come_from_other_hosts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("plan", EIGHT, "--gpu", "H100", "--gpus", "8", "rollout.workers=0")
+    code, out, _ = tandem(capsys, *words)
+    assert code == 0
+    assert "no time is estimated: all samples come from workers on other hosts" in out
+    code, out, _ = tandem(capsys, *words, "--json")
+    assert code == 0
+    assert json.loads(out)["step"]["simulated"] is None
 
 
 def test_on_cpus_no_time_is_told(capsys: pytest.CaptureFixture[str]) -> None:
