@@ -364,6 +364,36 @@ def test_an_exact_evaluation_is_exact_though_the_learner_dies_while_it_waits(
     assert [record["eval/due"] for record in found] == list(range(0, 13, 2))
 
 
+def test_the_best_model_is_kept_though_the_learner_dies_while_it_waits_for_its_evaluation(
+    start_run: StartRun, launch: Launch
+) -> None:
+    """Its result is there before the next learner has trained the step again."""
+    settings: dict[str, Any] = {
+        "run": {"steps": 8},
+        "learner": {"checkpoint_every": 1000},
+        "data": EVALUATED["data"],
+        # All are equally good, so that the first one is the best.
+        "evaluate": {"every": 4, "exact": True, "best": "held/accuracy"},
+    }
+    straight, run = start_run(**settings), start_run(**settings)
+    straight.work()
+    finish(straight, launch(straight))
+    run.evaluates = lambda request: False
+    run.work()
+    first = launch(run)
+    until(lambda: run.runs.open_evaluations() == ["held@4"], "the evaluation of step 4")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    run.evaluates = lambda request: True
+    until(lambda: not run.runs.open_evaluations(), "the end of the evaluation")
+    finish(run, launch(run))
+    assert json.loads((run.folder.best / "best.json").read_text())["step"] == 4
+    kept = load_file(run.folder.best / "model.safetensors")
+    for name, tensor in load_file(straight.folder.best / "model.safetensors").items():
+        assert torch.equal(kept[name], tensor), name
+    assert any(not torch.equal(kept[name], last) for name, last in weights(run).items())
+
+
 def test_an_evaluation_that_was_never_asked_for_is_asked_for_at_the_resume(
     start_run: StartRun, launch: Launch
 ) -> None:
