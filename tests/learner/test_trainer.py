@@ -535,6 +535,17 @@ def test_a_quarantined_step_keeps_its_record_when_the_run_is_resumed_before_it(
     assert len(metrics(run)) == 6
 
 
+def test_inspect_has_the_last_steps_though_the_very_last_one_is_quarantined(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(run={"steps": 4}, log={"inspect": True})
+    poison(run, {"1-0"})
+    run.work()
+    assert "step 4: loss or gradient not finite" in finish(run, launch(run))
+    logs = sorted(path.name for path in run.folder.inspect.iterdir())
+    assert logs == ["steps-000001-000003.eval"]
+
+
 def test_a_quarantined_version_has_the_weights_of_the_steps_before_it(
     start_run: StartRun, launch: Launch
 ) -> None:
