@@ -328,7 +328,7 @@ class Trainer:
             self._use_up(step, "quarantined before")
             # The step's first record was set aside if the learner has gone back behind it.
             self._reporter.record(self._version, {"train/applied": 0.0})
-            self._choose(step)
+            self._measure(step)
             return
         if self._config.log.archive:
             # Before it is trained on, so that no step of the weights is missing there.
@@ -342,7 +342,7 @@ class Trainer:
                 self._halt(step, figures, alarm)
             reason = alarm if outcome.refused else "loss or gradient not finite"
             self._quarantine(batch, outcome.undone, reason, figures)
-            self._choose(step)
+            self._measure(step)
             return
         self._bad_in_a_row = 0
         self._step = step
@@ -370,14 +370,14 @@ class Trainer:
             raise RunFailedError(f"step {step}: {self._idle.alarm}")
         if too_long:
             log.warning(f"step {step}: {self._idle.alarm}")
-        self._compare(step)
-        self._choose(step)
+        self._measure(step)
         for result in self._evaluations.arrived():
             self._log_evaluation(result)
         self._report()
 
-    def _choose(self, step: int) -> None:
-        """Takes in evaluations of this step's weights that arrived before it was trained again."""
+    def _measure(self, step: int) -> None:
+        """Measures this step's weights, and takes in evaluations of them that arrived before it was trained again."""
+        self._compare(step)
         for record in self._early.pop(step, ()):
             if self._best is not None:
                 self._best.saw(record)

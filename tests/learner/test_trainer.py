@@ -32,7 +32,7 @@ from tandem.common import wire
 from tandem.common.config import to_yaml
 from tandem.common.errors import DataError, RunFailedError
 from tandem.common.models import resolve
-from tandem.common.records import Group, Version
+from tandem.common.records import Group, Verdict, Version
 from tandem.common.weights.receiver import Target, WeightReceiver
 from tandem.common.weights.shared_memory import StagedTensors
 from tandem.launch.cli import main
@@ -783,6 +783,46 @@ def test_offline_sft_lowers_the_loss_without_a_worker(start_run: StartRun, launc
     for start in range(0, 60, 3):
         assert len(set(flat[start : start + 3])) == 3
     assert run.runs.state() == "finished"
+
+
+def test_held_out_pairs_are_measured_at_steps_that_are_quarantined(
+    start_run: StartRun, launch: Launch, made_up: ModuleType
+) -> None:
+    run = start_run(
+        run={"steps": 3},
+        data={"heldout_pairs": 0.4},
+        learner={
+            "source": "offline",
+            # So steep that no gradient is finite.
+            "objective": {"name": "dpo", "beta": 1e300},
+            "max_nonfinite": 2,
+            "checkpoint_every": 1000,
+        },
+        rollout={"workers": 0},
+        evaluate={"every": 1},
+    )
+    worse = [
+        replace(
+            made_up.trace(n),
+            trace_id=f"a/{n}#1",
+            tokens=np.array([16, 17, 10, 1], np.int32),
+            reward=0.0,
+            verdict=Verdict.WRONG,
+        )
+        for n in range(made_up.EXPERTS)
+    ]
+    run.runs.put_traces(worse)
+
+    def measured() -> list[int]:
+        return [record["step"] for record in metrics(run) if "heldout/preference_pairs" in record]
+
+    finish(run, launch(run), expected=RunFailedError.exit_code)
+    assert measured() == [1]
+    # The first two are now passed over, as quarantined before, and the third one is the last.
+    run.runs.set_state("running")
+    finish(run, launch(run))
+    assert outcomes(run) == dict.fromkeys((1, 2, 3), "quarantined")
+    assert measured() == [1, 2, 3]
 
 
 def test_an_offline_run_that_moves_nothing_ends_and_says_why(
