@@ -127,8 +127,10 @@ class Reporter:
             self._samples.write(record)
             if self._config.log.inspect:
                 self._log_for_inspect(record)
-        if step == self._total:
-            self._end_block()
+
+    def end(self) -> None:
+        """Writes the log of the run's last block of steps, which may have fewer than the others."""
+        self._end_block()
 
     def _log_for_inspect(self, record: Mapping[str, Any]) -> None:
         """Keeps a record until its block of steps is complete, which is then written as a log."""

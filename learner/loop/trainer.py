@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ...common.config import Config
 from ...common.errors import DamagedError, RefusedError, RunFailedError, WireError
@@ -110,6 +110,8 @@ class Trainer:
         self._best: Best | None = None
         if config.evaluate.best is not None:
             self._best = Best(folder, config.evaluate.best, self._export, config.evaluate.limit)
+        self._early: dict[int, list[dict[str, Any]]] = {}
+        """Records of evaluations that have arrived again before their step was, by step."""
         self._publishing = Publishing(config, leader, self._clock)
         self._step = 0
         self._bad_in_a_row = 0
@@ -236,6 +238,7 @@ class Trainer:
             self._await(ids)
 
     def _finish(self) -> None:
+        self._reporter.end()
         reason = "the learner has trained its last step"
         if self._callbacks.stop is not None and self._step < self._total:
             self._callbacks.ended(self._callbacks.stop, self._step)
@@ -325,6 +328,7 @@ class Trainer:
             self._use_up(step, "quarantined before")
             # The step's first record was set aside if the learner has gone back behind it.
             self._reporter.record(self._version, {"train/applied": 0.0})
+            self._measure(step)
             return
         if self._config.log.archive:
             # Before it is trained on, so that no step of the weights is missing there.
@@ -338,6 +342,7 @@ class Trainer:
                 self._halt(step, figures, alarm)
             reason = alarm if outcome.refused else "loss or gradient not finite"
             self._quarantine(batch, outcome.undone, reason, figures)
+            self._measure(step)
             return
         self._bad_in_a_row = 0
         self._step = step
@@ -365,10 +370,17 @@ class Trainer:
             raise RunFailedError(f"step {step}: {self._idle.alarm}")
         if too_long:
             log.warning(f"step {step}: {self._idle.alarm}")
-        self._compare(step)
+        self._measure(step)
         for result in self._evaluations.arrived():
             self._log_evaluation(result)
         self._report()
+
+    def _measure(self, step: int) -> None:
+        """Measures this step's weights, and takes in evaluations of them that arrived before it was trained again."""
+        self._compare(step)
+        for record in self._early.pop(step, ()):
+            if self._best is not None:
+                self._best.saw(record)
 
     def _compare(self, step: int, *, wanted: bool = False) -> None:
         due = step == self._total or self._evaluations.due(step, self._total)
@@ -459,8 +471,13 @@ class Trainer:
 
     def _log_evaluation(self, result: EvaluationResult) -> None:
         self._reporter.evaluation(result, self._term)
-        if self._best is not None and result.step == self._step:
+        if self._best is None:
+            return
+        if result.step == self._step:
             self._best.saw(record_of(result))
+        elif result.step > self._step:
+            # A learner died while it waited for it, and its step is still to be trained again.
+            self._early.setdefault(result.step, []).append(record_of(result))
 
     def _report(self, waiting: str = "", *, force: bool = False) -> None:
         self._reporter.report(

@@ -32,7 +32,7 @@ from tandem.common import wire
 from tandem.common.config import to_yaml
 from tandem.common.errors import DataError, RunFailedError
 from tandem.common.models import resolve
-from tandem.common.records import Group, Version
+from tandem.common.records import Group, Verdict, Version
 from tandem.common.weights.receiver import Target, WeightReceiver
 from tandem.common.weights.shared_memory import StagedTensors
 from tandem.launch.cli import main
@@ -364,6 +364,36 @@ def test_an_exact_evaluation_is_exact_though_the_learner_dies_while_it_waits(
     assert [record["eval/due"] for record in found] == list(range(0, 13, 2))
 
 
+def test_the_best_model_is_kept_though_the_learner_dies_while_it_waits_for_its_evaluation(
+    start_run: StartRun, launch: Launch
+) -> None:
+    """Its result is there before the next learner has trained the step again."""
+    settings: dict[str, Any] = {
+        "run": {"steps": 8},
+        "learner": {"checkpoint_every": 1000},
+        "data": EVALUATED["data"],
+        # All are equally good, so that the first one is the best.
+        "evaluate": {"every": 4, "exact": True, "best": "held/accuracy"},
+    }
+    straight, run = start_run(**settings), start_run(**settings)
+    straight.work()
+    finish(straight, launch(straight))
+    run.evaluates = lambda request: False
+    run.work()
+    first = launch(run)
+    until(lambda: run.runs.open_evaluations() == ["held@4"], "the evaluation of step 4")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    run.evaluates = lambda request: True
+    until(lambda: not run.runs.open_evaluations(), "the end of the evaluation")
+    finish(run, launch(run))
+    assert json.loads((run.folder.best / "best.json").read_text())["step"] == 4
+    kept = load_file(run.folder.best / "model.safetensors")
+    for name, tensor in load_file(straight.folder.best / "model.safetensors").items():
+        assert torch.equal(kept[name], tensor), name
+    assert any(not torch.equal(kept[name], last) for name, last in weights(run).items())
+
+
 def test_an_evaluation_that_was_never_asked_for_is_asked_for_at_the_resume(
     start_run: StartRun, launch: Launch
 ) -> None:
@@ -503,6 +533,17 @@ def test_a_quarantined_step_keeps_its_record_when_the_run_is_resumed_before_it(
     applied = {record["step"]: record["train/applied"] for record in metrics(run)}
     assert applied == {1: 1.0, 2: 0.0, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0}
     assert len(metrics(run)) == 6
+
+
+def test_inspect_has_the_last_steps_though_the_very_last_one_is_quarantined(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(run={"steps": 4}, log={"inspect": True})
+    poison(run, {"1-0"})
+    run.work()
+    assert "step 4: loss or gradient not finite" in finish(run, launch(run))
+    logs = sorted(path.name for path in run.folder.inspect.iterdir())
+    assert logs == ["steps-000001-000003.eval"]
 
 
 def test_a_quarantined_version_has_the_weights_of_the_steps_before_it(
@@ -742,6 +783,46 @@ def test_offline_sft_lowers_the_loss_without_a_worker(start_run: StartRun, launc
     for start in range(0, 60, 3):
         assert len(set(flat[start : start + 3])) == 3
     assert run.runs.state() == "finished"
+
+
+def test_held_out_pairs_are_measured_at_steps_that_are_quarantined(
+    start_run: StartRun, launch: Launch, made_up: ModuleType
+) -> None:
+    run = start_run(
+        run={"steps": 3},
+        data={"heldout_pairs": 0.4},
+        learner={
+            "source": "offline",
+            # So steep that no gradient is finite.
+            "objective": {"name": "dpo", "beta": 1e300},
+            "max_nonfinite": 2,
+            "checkpoint_every": 1000,
+        },
+        rollout={"workers": 0},
+        evaluate={"every": 1},
+    )
+    worse = [
+        replace(
+            made_up.trace(n),
+            trace_id=f"a/{n}#1",
+            tokens=np.array([16, 17, 10, 1], np.int32),
+            reward=0.0,
+            verdict=Verdict.WRONG,
+        )
+        for n in range(made_up.EXPERTS)
+    ]
+    run.runs.put_traces(worse)
+
+    def measured() -> list[int]:
+        return [record["step"] for record in metrics(run) if "heldout/preference_pairs" in record]
+
+    finish(run, launch(run), expected=RunFailedError.exit_code)
+    assert measured() == [1]
+    # The first two are now passed over, as quarantined before, and the third one is the last.
+    run.runs.set_state("running")
+    finish(run, launch(run))
+    assert outcomes(run) == dict.fromkeys((1, 2, 3), "quarantined")
+    assert measured() == [1, 2, 3]
 
 
 def test_an_offline_run_that_moves_nothing_ends_and_says_why(
