@@ -27,6 +27,7 @@ from ...replay.forms import Content, DataRow, RowError, read_rows
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
 from . import turns
+from .accepting import accepted
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
 from .chunk import Chunk, first_of
 from .columns import broken, check_template, extra_of, task_of, with_tests
@@ -426,7 +427,10 @@ class SourceReader:
         if not self._grades:
             return drafts
         for draft, grade in zip(with_trace, grades, strict=True):
-            draft.trace = self._accepted(draft.trace, grade, counts)
+            assert draft.trace is not None
+            draft.trace = accepted(
+                draft.trace, grade, self._grader.name, self._config.expert.accept, counts
+            )
         if not needs_traces(self._config):
             for draft in drafts:
                 draft.trace = None
@@ -545,27 +549,6 @@ class SourceReader:
             verdict=Verdict.UNPARSABLE,
             components={},
             grader=None,
-        )
-
-    def _accepted(
-        self, trace: ExpertTrace | None, grade: Grade, counts: SourceCounts
-    ) -> ExpertTrace | None:
-        """The graded trace; None if it isn't let in."""
-        assert trace is not None
-        if grade.verdict.value not in self._config.expert.accept:
-            name = grade.verdict.value
-            counts.refused_traces[name] = counts.refused_traces.get(name, 0) + 1
-            return None
-        if grade.verdict is Verdict.CORRECT and not grade.reward:
-            # Its row would be below the baseline, so that the expert's tokens would be unlearned.
-            counts.unpaid_traces += 1
-            return None
-        return replace(
-            trace,
-            reward=grade.reward,
-            verdict=grade.verdict,
-            components=grade.components,
-            grader=self._grader.name,
         )
 
     def _grade(self, drafts: Sequence[_Draft]) -> list[Grade]:

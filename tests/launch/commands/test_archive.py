@@ -1,0 +1,141 @@
+"""``tandem archive --regrade``: what becomes of samples and expert traces under another reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.common.records import (
+    ExpertTrace,
+    FinishReason,
+    Group,
+    Sample,
+    SamplingParams,
+    Source,
+    Verdict,
+    VersionSpan,
+)
+from tandem.launch.cli import main
+from tandem.replay import archive
+from tandem.replay.archive import ArchivedGroup
+
+RIGHT = "so \\boxed{7}"
+WRONG = "so \\boxed{8}"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def sample(text: str) -> Sample:
+    return Sample(
+        tokens=np.array([3, 4], np.int32),
+        source=np.full(2, Source.OWN, np.uint8),
+        logprobs=np.full(2, -0.5, np.float32),
+        spans=(VersionSpan(term=1, step=0, start=0, end=2),),
+        finish_reason=FinishReason.STOP,
+        sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=54),
+        text=text,
+        reward=1.0,
+        verdict=Verdict.CORRECT,
+        components={"accuracy": 1.0},
+        extracted=None,
+        grader="math@1",
+    )
+
+
+def trace(number: int, text: str, **more: Any) -> ExpertTrace:
+    return ExpertTrace(
+        **{
+            "trace_id": f"a/0#{number}",
+            "problem_id": "a/0",
+            "tokens": np.array([5, 6, 7], np.int32),
+            "logprobs": None,
+            "text": text,
+            "tokenizer_digest": "d",
+            "reward": 1.0,
+            "verdict": Verdict.CORRECT,
+            "components": {},
+            "grader": "math@1",
+            **more,
+        }
+    )
+
+
+def kept(*traces: ExpertTrace, extras: tuple[dict[str, Any], ...] = ({},)) -> None:
+    """Writes an archive with a group for each of ``extras``, of which the first has the traces."""
+    groups = [
+        ArchivedGroup(
+            step=1,
+            place=place,
+            group=Group(
+                group_id=f"0-{place}",
+                attempt=1,
+                worker="rollout-0",
+                problem_id="a/0",
+                prompt_tokens=np.array([1, 2], np.int32),
+                prompt_text="3+4?",
+                gold="7",
+                data_source="made_up",
+                samples=(sample(RIGHT), sample(WRONG)),
+                trace_ids=tuple(one.trace_id for one in traces),
+                extra=extra,
+            ),
+            traces=() if place else traces,
+            replaced=(),
+            row={"step": 1} if not place else None,
+        )
+        for place, extra in enumerate(extras)
+    ]
+    Path("kept").mkdir()
+    archive.write(Path("kept") / archive.file_name(1), groups)
+
+
+def regraded(*settings: str, preset: str = "miniature") -> list[ArchivedGroup]:
+    words = ["archive", "kept", "--out", "new", "--regrade", preset, "reward.mode=boxed"]
+    assert main([*words, *settings]) == 0
+    (file,) = Path("new").iterdir()
+    return list(archive.read(file))
+
+
+ACCURACY = "reward.components=[{name: accuracy}]"
+
+
+def test_traces_that_the_new_reward_finds_wrong_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    judged = trace(2, WRONG, grader=None)
+    kept(trace(0, WRONG), trace(1, RIGHT), judged)
+    (one,) = regraded(ACCURACY)
+    assert [made.trace_id for made in one.traces] == ["a/0#1", "a/0#2"]
+    assert one.traces[0].grader != "math@1"
+    assert (one.traces[1].verdict, one.traces[1].reward) == (judged.verdict, judged.reward)
+    assert [made.reward for made in one.group.samples] == [1.0, 0.0]
+    assert "1 traces graded wrong, left out" in capsys.readouterr().out
+
+
+def test_so_are_right_traces_that_it_pays_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    kept(trace(0, RIGHT))
+    gated = "{name: format, params: {style: tags}, gate: true}"
+    (one,) = regraded(f"reward.components=[{{name: accuracy}}, {gated}]")
+    assert one.traces == ()
+    assert "1 traces graded correct and paid nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("preset", "setting"),
+    [
+        ("miniature", "expert.accept=[correct, wrong]"),
+        # Preferences are learned from both kinds.
+        ("miniature-sft", "learner.objective.name=dpo"),
+    ],
+)
+def test_wrong_traces_stay_where_they_are_learned_from(preset: str, setting: str) -> None:
+    kept(trace(0, WRONG))
+    (one,) = regraded(ACCURACY, setting, preset=preset)
+    assert [(made.verdict, made.reward) for made in one.traces] == [(Verdict.WRONG, 0.0)]
