@@ -21,10 +21,9 @@ from ...common.records import ExpertTrace, Group, Sample, Verdict
 from ...common.run_folder import RunFolder, existing
 from ...replay import archive
 from ...replay.archive import ArchivedGroup
-from ...reward.grades import GradeItem
 from ...reward.grading import Grader
 from ..host.servers import check_servers
-from ..ingest.accepting import accepted
+from ..ingest.accepting import accepted, item_of
 from ..ingest.counts import SourceCounts
 from ..progress import Progress
 from ..wording import human, shown
@@ -123,7 +122,7 @@ def _regrade(words: list[str], counts: SourceCounts, stack: ExitStack) -> Change
             if trace.grader is None:
                 yield trace
                 continue
-            (grade,) = experts.grade_texts([_item(trace, one.group)])
+            (grade,) = experts.grade_texts([item_of(trace, one.group)])
             kept = accepted(trace, grade, experts.name, verdicts, counts)
             if kept is not None:
                 yield kept
@@ -139,15 +138,3 @@ def _regrade(words: list[str], counts: SourceCounts, stack: ExitStack) -> Change
         )
 
     return lambda groups: [regraded(one) for one in groups]
-
-
-def _item(trace: ExpertTrace, group: Group) -> GradeItem:
-    """A trace of a group as what is graded."""
-    return GradeItem(
-        text=trace.text,
-        gold=group.gold,
-        data_source=group.data_source,
-        prompt_text=group.prompt_text,
-        tokens=trace.tokens,
-        extra=group.extra,
-    )

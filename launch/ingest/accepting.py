@@ -1,14 +1,40 @@
-"""Which graded expert traces are let in: at ingest, and where an archive is graded anew."""
+"""How expert traces are graded, and which are let in: at ingest, and where an archive is graded anew."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
 from msgspec.structs import replace
 
-from ...common.records import ExpertTrace, Verdict
-from ...reward.grades import Grade
+from ...common.records import ExpertTrace, Group, Int32Array, Problem, Source, Verdict
+from ...reward.grades import Grade, GradeItem
 from .counts import SourceCounts
+
+
+def item_of(trace: ExpertTrace, asked: Problem | Group) -> GradeItem:
+    """A trace as what is graded.
+
+    Args:
+        trace: the trace; of a whole conversation its last answer is graded.
+        asked: what it answers.
+    """
+    return GradeItem(
+        text=trace.text,
+        gold=asked.gold,
+        data_source=asked.data_source,
+        prompt_text=asked.prompt_text,
+        tokens=_last_answer(trace),
+        extra=asked.extra,
+    )
+
+
+def _last_answer(trace: ExpertTrace) -> Int32Array:
+    """``[A]`` the tokens that ``text`` is of."""
+    if trace.source is None:
+        return trace.tokens
+    written = np.flatnonzero(trace.source == Source.EXPERT)
+    return trace.tokens[np.split(written, np.flatnonzero(np.diff(written) > 1) + 1)[-1]]
 
 
 def accepted(

@@ -22,12 +22,12 @@ from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.config.checks.choices import replays_own
 from ...common.errors import DataError
-from ...common.records import ExpertTrace, FinishReason, Problem, Verdict
+from ...common.records import ExpertTrace, Problem, Verdict
 from ...replay.forms import Content, DataRow, RowError, read_rows
 from ...reward.answers.texts import read_gold
-from ...reward.grading import Grade, GradeItem, Grader
+from ...reward.grading import Grade, Grader
 from . import turns
-from .accepting import accepted
+from .accepting import accepted, item_of
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
 from .chunk import Chunk, first_of
 from .columns import broken, check_template, extra_of, task_of, with_tests
@@ -556,17 +556,7 @@ class SourceReader:
         for draft in drafts:
             assert draft.problem is not None
             assert draft.trace is not None
-            items.append(
-                GradeItem(
-                    text=draft.trace.text,
-                    gold=draft.gold,
-                    data_source=draft.problem.data_source,
-                    finish_reason=FinishReason.STOP,
-                    prompt_text=draft.text,
-                    tokens=draft.trace.tokens,
-                    extra=draft.problem.extra,
-                )
-            )
+            items.append(item_of(draft.trace, draft.problem))
         return self._grader.grade_texts(items)
 
 

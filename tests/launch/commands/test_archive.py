@@ -139,3 +139,14 @@ def test_wrong_traces_stay_where_they_are_learned_from(preset: str, setting: str
     kept(trace(0, WRONG))
     (one,) = regraded(ACCURACY, setting, preset=preset)
     assert [(made.verdict, made.reward) for made in one.traces] == [(Verdict.WRONG, 0.0)]
+
+
+def test_of_a_conversation_the_tokens_of_the_last_answer_are_graded() -> None:
+    expert, context = Source.EXPERT, Source.ENVIRONMENT
+    source = np.array([expert, expert, context, context, expert, expert, expert], np.uint8)
+    tokens = np.arange(10, 17, dtype=np.int32)
+    kept(trace(0, RIGHT, tokens=tokens, source=source), trace(1, RIGHT))
+    length = "{name: dapo_overlong, weight: 0, params: {max_length: 1, buffer: 1}}"
+    (one,) = regraded(f"reward.components=[{{name: accuracy}}, {length}]")
+    assert [made.components["dapo_overlong"] for made in one.traces] == [-3.0, -3.0]
+    assert one.traces[0].tokens.tolist() == tokens.tolist()
