@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress = Progress(sys.stderr, "archived groups:", None)
     with ExitStack() as stack:
         counts = SourceCounts()
-        change = _regrade(arguments.regrade, counts, stack) if arguments.regrade else None
+        change = _regrade(arguments.regrade, files, counts, stack) if arguments.regrade else None
         groups, written = archive.join(files, out, progress.add, change)
     progress.end()
     size = sum(file.stat().st_size for file in out.iterdir())
@@ -92,9 +92,10 @@ def _files(given: str | None) -> tuple[list[Path], int]:
     return there, len(files) - len(there)
 
 
-def _regrade(words: list[str], counts: SourceCounts, stack: ExitStack) -> Change:
+def _regrade(words: list[str], files: list[Path], counts: SourceCounts, stack: ExitStack) -> Change:
     """Grades all responses by the reward that these words name, and counts the expert traces that it leaves out."""
     from ..run.opened.presets import load, split
+    from . import regrading
 
     name, overrides = split(words, "")
     if not name:
@@ -106,6 +107,7 @@ def _regrade(words: list[str], counts: SourceCounts, stack: ExitStack) -> Change
     # Preferences are learned from wrong traces as well.
     rejects = config.learner.objective.rejects
     verdicts = [one.value for one in Verdict] if rejects else config.expert.accept
+    regrading.check(reward, files)
     check_servers(reward)
     grader = stack.enter_context(Grader(reward))
     experts = grader

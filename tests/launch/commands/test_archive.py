@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tandem.common.records import (
+    PROMPT_MESSAGES,
     ExpertTrace,
     FinishReason,
     Group,
@@ -150,3 +151,68 @@ def test_of_a_conversation_the_tokens_of_the_last_answer_are_graded() -> None:
     (one,) = regraded(f"reward.components=[{{name: accuracy}}, {length}]")
     assert [made.components["dapo_overlong"] for made in one.traces] == [-3.0, -3.0]
     assert one.traces[0].tokens.tolist() == tokens.tolist()
+
+
+# --- what the run hasn't kept ---
+
+MODULE = """
+def hinted(completions, hint, **columns):
+    return [float(len(one)) for one in hint]
+
+def asked(prompts, completions: "list[list[dict[str, str]]]", log_extra, gold, start=1):
+    return [float(len(prompt)) for prompt in prompts]
+"""
+TESTS = {"tests": ["assert x == 7"]}
+CODE = "reward.components=[{name: code}]"
+
+
+@pytest.fixture
+def module(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "hints.py").write_text(MODULE)
+
+
+def refused(*settings: str) -> None:
+    words = ["archive", "kept", "--out", "new", "--regrade", "miniature", *settings]
+    assert main(words) == 2
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (CODE, "reward component code asks for tests (tests), and not one of the archive's 2"),
+        ("reward.components=[{name: 'hints:hinted'}]", "hints:hinted asks for the column 'hint'"),
+    ],
+)
+def test_a_reward_that_needs_what_no_group_has_is_refused(
+    setting: str, said: str, module: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept(extras=({}, {"level": 3}))
+    refused(setting)
+    error = capsys.readouterr().err
+    assert said in error
+    assert "archive a run whose reward has this component" in error
+
+
+def test_groups_that_lack_it_are_counted(module: None, capsys: pytest.CaptureFixture[str]) -> None:
+    kept(extras=(TESTS, {}, {}))
+    regraded(CODE)
+    said = capsys.readouterr().err
+    assert "code asks for tests (tests), and 2 of 3 groups have none" in said
+    assert "graded by their gold answers" in said
+
+
+def test_a_parameter_takes_the_place_of_a_column(module: None) -> None:
+    kept()
+    (one,) = regraded("reward.components=[{name: 'hints:hinted', params: {hint: [ab, c]}}]")
+    assert [made.reward for made in one.group.samples] == [2.0, 1.0]
+
+
+def test_prompts_without_messages_are_warned_of(
+    module: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept(extras=({}, {PROMPT_MESSAGES: [{"role": "user", "content": "3+4?"}] * 2}))
+    groups = regraded("reward.components=[{name: 'hints:asked'}]")
+    assert [one.group.samples[0].reward for one in groups] == [1.0, 2.0]
+    said = capsys.readouterr().err
+    assert "hints:asked asks for the messages of prompts, and 1 of 2 groups have none" in said
