@@ -323,6 +323,17 @@ def is_archive(path: Path) -> bool:
         return False
 
 
+def extras(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The ``extra`` of each group of a file, without reading anything else of it.
+
+    Raises:
+        DataError: the file isn't an archive, or is damaged.
+    """
+    with _opened(path) as file:
+        for batch in file.iter_batches(batch_size=READ_GROUPS, columns=["extra"]):
+            yield from map(json.loads, batch["extra"].to_pylist())
+
+
 def file_name(step: int) -> str:
     """Name of a step's file in a run's ``archive/``."""
     return f"step-{step:08d}.parquet"

@@ -1,7 +1,8 @@
 """Writes every group that a run has trained on as parquet files, which read back to equal records.
 
 The run must have kept them (log.archive=true). docs/data.md describes the columns. With --regrade all
-responses are graded anew, by the reward of the preset and settings that follow.
+responses are graded anew, by the reward of the preset and settings that follow; expert traces that these wouldn't
+let in are left out.
 """
 
 from __future__ import annotations
@@ -9,20 +10,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from ...common.errors import ConfigError, DataError
-from ...common.records import ExpertTrace, Group, Sample
+from ...common.records import ExpertTrace, Group, Sample, Verdict
 from ...common.run_folder import RunFolder, existing
 from ...replay import archive
 from ...replay.archive import ArchivedGroup
-from ...reward.grades import GradeItem
 from ...reward.grading import Grader
 from ..host.servers import check_servers
+from ..ingest.accepting import accepted, item_of
+from ..ingest.counts import SourceCounts
 from ..progress import Progress
 from ..wording import human, shown
 from .options import newest_run
@@ -51,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out).expanduser()
     progress = Progress(sys.stderr, "archived groups:", None)
     with ExitStack() as stack:
-        change = _regrade(arguments.regrade, stack) if arguments.regrade else None
+        counts = SourceCounts()
+        change = _regrade(arguments.regrade, files, counts, stack) if arguments.regrade else None
         groups, written = archive.join(files, out, progress.add, change)
     progress.end()
     size = sum(file.stat().st_size for file in out.iterdir())
@@ -60,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"{groups:,} groups of {steps:,} steps in {shown(out.absolute())}: {written} file(s), "
         f"{human(size)}"
     )
+    for number, what in counts.left_out():
+        if number:
+            print(f"{number:,} {what}, left out")
     if missing:
         print(f"{missing:,} steps are missing, since log.archive was off then", file=sys.stderr)
     return 0
@@ -86,16 +92,22 @@ def _files(given: str | None) -> tuple[list[Path], int]:
     return there, len(files) - len(there)
 
 
-def _regrade(words: list[str], stack: ExitStack) -> Change:
-    """Grades all responses by the reward that these words name."""
+def _regrade(words: list[str], files: list[Path], counts: SourceCounts, stack: ExitStack) -> Change:
+    """Grades all responses by the reward that these words name, and counts the expert traces that it leaves out."""
     from ..run.opened.presets import load, split
+    from . import regrading
 
     name, overrides = split(words, "")
     if not name:
         raise ConfigError(
             "--regrade names a preset first, e.g. --regrade miniature reward.mode=math_verify"
         )
-    reward = load(name).resolve(overrides).reward
+    config = load(name).resolve(overrides)
+    reward = config.reward
+    # Preferences are learned from wrong traces as well.
+    rejects = config.learner.objective.rejects
+    verdicts = [one.value for one in Verdict] if rejects else config.expert.accept
+    regrading.check(reward, files)
     check_servers(reward)
     grader = stack.enter_context(Grader(reward))
     experts = grader
@@ -106,6 +118,17 @@ def _regrade(words: list[str], stack: ExitStack) -> Change:
     def graded(group: Group, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
         return grader.grade_group(replace(group, samples=samples)).samples
 
+    def traces(one: ArchivedGroup) -> Iterator[ExpertTrace]:
+        for trace in one.traces:
+            # What the data have judged themselves stays.
+            if trace.grader is None:
+                yield trace
+                continue
+            (grade,) = experts.grade_texts([item_of(trace, one.group)])
+            kept = accepted(trace, grade, experts.name, verdicts, counts)
+            if kept is not None:
+                yield kept
+
     def regraded(one: ArchivedGroup) -> ArchivedGroup:
         samples = graded(one.group, (*one.group.samples, *one.replaced))
         count = len(one.group.samples)
@@ -113,29 +136,7 @@ def _regrade(words: list[str], stack: ExitStack) -> Change:
             one,
             group=replace(one.group, samples=samples[:count]),
             replaced=samples[count:],
-            traces=tuple(_graded_trace(trace, one.group, experts) for trace in one.traces),
+            traces=tuple(traces(one)),
         )
 
     return lambda groups: [regraded(one) for one in groups]
-
-
-def _graded_trace(trace: ExpertTrace, group: Group, grader: Grader) -> ExpertTrace:
-    """A trace with a new grade; what the data have judged themselves stays."""
-    if trace.grader is None:
-        return trace
-    item = GradeItem(
-        text=trace.text,
-        gold=group.gold,
-        data_source=group.data_source,
-        prompt_text=group.prompt_text,
-        tokens=trace.tokens,
-        extra=group.extra,
-    )
-    (grade,) = grader.grade_texts([item])
-    return replace(
-        trace,
-        reward=grade.reward,
-        verdict=grade.verdict,
-        components=grade.components,
-        grader=grader.name,
-    )

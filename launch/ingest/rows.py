@@ -22,11 +22,12 @@ from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.config.checks.choices import replays_own
 from ...common.errors import DataError
-from ...common.records import ExpertTrace, FinishReason, Problem, Verdict
+from ...common.records import ExpertTrace, Problem, Verdict
 from ...replay.forms import Content, DataRow, RowError, read_rows
 from ...reward.answers.texts import read_gold
-from ...reward.grading import Grade, GradeItem, Grader
+from ...reward.grading import Grade, Grader
 from . import turns
+from .accepting import accepted, item_of
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
 from .chunk import Chunk, first_of
 from .columns import broken, check_template, extra_of, task_of, with_tests
@@ -426,7 +427,10 @@ class SourceReader:
         if not self._grades:
             return drafts
         for draft, grade in zip(with_trace, grades, strict=True):
-            draft.trace = self._accepted(draft.trace, grade, counts)
+            assert draft.trace is not None
+            draft.trace = accepted(
+                draft.trace, grade, self._grader.name, self._config.expert.accept, counts
+            )
         if not needs_traces(self._config):
             for draft in drafts:
                 draft.trace = None
@@ -547,43 +551,12 @@ class SourceReader:
             grader=None,
         )
 
-    def _accepted(
-        self, trace: ExpertTrace | None, grade: Grade, counts: SourceCounts
-    ) -> ExpertTrace | None:
-        """The graded trace; None if it isn't let in."""
-        assert trace is not None
-        if grade.verdict.value not in self._config.expert.accept:
-            name = grade.verdict.value
-            counts.refused_traces[name] = counts.refused_traces.get(name, 0) + 1
-            return None
-        if grade.verdict is Verdict.CORRECT and not grade.reward:
-            # Its row would be below the baseline, so that the expert's tokens would be unlearned.
-            counts.unpaid_traces += 1
-            return None
-        return replace(
-            trace,
-            reward=grade.reward,
-            verdict=grade.verdict,
-            components=grade.components,
-            grader=self._grader.name,
-        )
-
     def _grade(self, drafts: Sequence[_Draft]) -> list[Grade]:
         items = []
         for draft in drafts:
             assert draft.problem is not None
             assert draft.trace is not None
-            items.append(
-                GradeItem(
-                    text=draft.trace.text,
-                    gold=draft.gold,
-                    data_source=draft.problem.data_source,
-                    finish_reason=FinishReason.STOP,
-                    prompt_text=draft.text,
-                    tokens=draft.trace.tokens,
-                    extra=draft.problem.extra,
-                )
-            )
+            items.append(item_of(draft.trace, draft.problem))
         return self._grader.grade_texts(items)
 
 

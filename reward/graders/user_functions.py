@@ -26,6 +26,9 @@ NOT_GIVEN = {
     "environment": "responses come from no environment",
 }
 """Arguments of TRL's trainers that don't exist here, and what to do."""
+LOGS = ("log_extra", "log_metric")
+"""Arguments for which a function is given one that does nothing."""
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def load(path: str) -> Function:
@@ -46,6 +49,22 @@ def load(path: str) -> Function:
     if not callable(function):
         raise ConfigError(f"reward component {path} isn't a function: {function!r:.200}")
     return function
+
+
+def needed(function: Function) -> list[str]:
+    """The arguments without which a function can't be called, save those that no column is given as."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [
+        one.name
+        for one in parameters
+        if one.kind in _NAMED
+        and one.default is one.empty
+        and one.name not in NOT_GIVEN
+        and one.name not in LOGS
+    ]
 
 
 def source_file(function: Function) -> str | None:
@@ -126,12 +145,12 @@ def _accepted(function: Function, given: dict[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError):
         return given
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [p for p in parameters if p.kind in _NAMED]
     given = dict(given)
     for parameter in named:
         if parameter.name in given or parameter.default is not parameter.empty:
             continue
-        if parameter.name in ("log_extra", "log_metric"):
+        if parameter.name in LOGS:
             given[parameter.name] = _not_kept
         elif parameter.name in NOT_GIVEN:
             raise TypeError(_refusal(parameter.name))

@@ -22,11 +22,13 @@ SECONDS = 120
 """Time to import the modules, of which an objective's imports torch; then the kernel ends the process."""
 
 Kind = Literal["objective", "rewards"]
+Asked = tuple[str, tuple[str, ...]]
+"""A reward function's form, text or conversation, and the arguments that it must be given."""
 KEYS: dict[Kind, str] = {"objective": "learner.objective.name", "rewards": "reward.components.name"}
 
 
 @lru_cache
-def check(kind: Kind, paths: tuple[str, ...]) -> None:
+def check(kind: Kind, paths: tuple[str, ...]) -> tuple[Asked, ...]:
     """Imports functions as the processes of the run that call them will, and calls none.
 
     The runs of a sweep and the stages of a preset, which have the same ones, ask once.
@@ -34,6 +36,9 @@ def check(kind: Kind, paths: tuple[str, ...]) -> None:
     Args:
         kind: what they are, which says where their modules are looked for.
         paths: their import paths.
+
+    Returns:
+        Of reward functions what each asks for.
 
     Raises:
         ConfigError: there is no such function, it can't be called as it will be, or its module can't be imported.
@@ -63,7 +68,8 @@ def check(kind: Kind, paths: tuple[str, ...]) -> None:
             f"{named}: what it names wasn't imported in {SECONDS} s: let its module do less while it is imported"
         )
     try:
-        error = json.loads(done.stdout)["error"]
+        answer = json.loads(done.stdout)
+        error, asked = answer["error"], answer["asked"]
     except (ValueError, TypeError, KeyError):
         raise ConfigError(
             f"{named}: the process that imports what it names ended with exit code {ended} and without an "
@@ -71,16 +77,18 @@ def check(kind: Kind, paths: tuple[str, ...]) -> None:
         ) from None
     if error is not None:
         raise ConfigError(str(error))
+    return tuple((form, tuple(names)) for form, names in asked)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints ``{"error": why}``, or null for it, for the kind and the paths."""
+    """Prints ``{"error": why, "asked": [[form, arguments], …]}``, with null for no error, for the kind and the paths."""
     kind, *paths = arguments
     signal.alarm(SECONDS)
     # What the user's module prints isn't the answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     error = None
+    asked = []
     try:
         if kind == "objective":
             from ....learner.objectives.base import imported
@@ -91,10 +99,11 @@ def main(arguments: Sequence[str]) -> int:
             from ....reward.graders import user_functions
 
             for path in paths:
-                user_functions.load(path)
+                function = user_functions.load(path)
+                asked.append((user_functions.form_of(function), user_functions.needed(function)))
     except ConfigError as refused:
         error = str(refused)
-    json.dump({"error": error}, answers)
+    json.dump({"error": error, "asked": asked}, answers)
     answers.flush()
     # Threads that the module has started don't delay the end.
     os._exit(0)

@@ -195,6 +195,20 @@ def test_a_systems_message_of_the_config_is_part_of_the_prompt() -> None:
     assert runs(tok, trace)[0] == (True, "It is 2.\n\nSure<|im_end|>")
 
 
+def test_the_tokens_that_are_graded_are_those_of_the_last_answer() -> None:
+    # Of a maximum and a buffer of 1 the component is less the number of tokens.
+    length = "{name: dapo_overlong, weight: 0, params: {max_length: 1, buffer: 1}}"
+    config = config_of(
+        "reward.mode=last_number", f"reward.components=[{{name: accuracy}}, {length}]"
+    )
+    row = {"messages": CHAT, "gold": "3"}
+    tok = tokenizer("chatml")
+    _, (trace,), _ = read(tok, row, config=config, turns="all")
+    (_, answer) = runs(tok, trace)[-1]
+    assert answer == "\n3<|im_end|>"
+    assert trace.components["dapo_overlong"] == -len(tok.encode(answer))
+
+
 # --- conversations that can't be taken apart ---
 
 
