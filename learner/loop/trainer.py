@@ -214,11 +214,14 @@ class Trainer:
         every = self._config.learner.checkpoint_every
         self._reporter.begin(self._step)
         while not self._stop.asked and self._step < total and not self._callbacks.stops():
+            step = self._step + 1
             with self._clock.doing("wait/batch"):
-                fetch = self._next(self._step + 1)
+                fetch = self._next(step)
             if fetch is None:
                 return
             self._do(fetch)
+            if self._step < step:
+                return
             wanted = self._callbacks.take_checkpoint() or self._step % every == 0
             if self._step < total and (wanted or self._source.checkpoint_is_due(self._saver.saved)):
                 self._saver.save(self._step)
@@ -342,7 +345,8 @@ class Trainer:
                 self._halt(step, figures, alarm)
             reason = alarm if outcome.refused else "loss or gradient not finite"
             self._quarantine(batch, outcome.undone, reason, figures)
-            self._measure(step)
+            if self._step == step:
+                self._measure(step)
             return
         self._bad_in_a_row = 0
         self._step = step
@@ -426,6 +430,8 @@ class Trainer:
         if undone:
             # Earlier updates of the step are in the weights, so it goes back to the checkpoint.
             self._rewind(step - 1)
+            if self._step < step - 1:
+                return  # It is to end. The next start comes back to the step, which the journal has.
         self._use_up(step, reason)
         self._reporter.record(self._version, figures)
         if self._bad_in_a_row >= self._config.learner.max_nonfinite:

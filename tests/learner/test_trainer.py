@@ -522,6 +522,32 @@ def test_steps_that_are_not_finite_are_quarantined_and_undone(
         assert torch.equal(weights(run)[name], tensor), name
 
 
+def test_a_run_that_is_to_end_while_it_goes_back_loses_no_update(
+    start_run: StartRun, launch: Launch
+) -> None:
+    sections = {"run": {"steps": 9}, "learner": {"checkpoint_every": 4, "minibatches": 2}}
+    run = start_run(**sections)
+    poison(run, {"2-3"})
+    run.work()
+    learner = launch(run)
+    journal = run.folder.journal
+    until(
+        lambda: journal.exists() and "quarantined" in outcomes(run).values(), "a quarantined step"
+    )
+    learner.signal(signal.SIGTERM)
+    log = finish(run, learner)
+    assert int(re.findall(r"drained at step (\d+)", log)[-1]) < 7
+    finish(run, launch(run))
+    assert run.ledger.counts()["rejected:quarantined"] == 2
+
+    clean = start_run(**sections)
+    poison(clean, {"2-2"})
+    clean.work()
+    finish(clean, launch(clean))
+    for name, tensor in weights(clean).items():
+        assert torch.equal(weights(run)[name], tensor), name
+
+
 def test_a_quarantined_step_keeps_its_record_when_the_run_is_resumed_before_it(
     start_run: StartRun, launch: Launch
 ) -> None:
