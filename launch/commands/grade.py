@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ...common.errors import DataError
+from ...common.plain import for_json
 from ...common.run_folder import existing
 from ..progress import Progress
 
@@ -186,6 +187,7 @@ class _Out:
     def resume(self, reader: Reader, lines: IO[bytes], tally: _Tally) -> int:
         """Counts the rows that are there already, which must match the beginning of the input."""
         from ...common.telemetry import read_json_lines
+        from .grade_rows import ADDED
 
         assert self.path is not None
         if not self.path.stat().st_size:
@@ -196,7 +198,9 @@ class _Out:
         rows = reader.rows(lines)
         for count, old in enumerate(read_json_lines(self.path), 1):
             row = next(rows, None)
-            same = row is not None and all(old.get(k) == v for k, v in row.raw.items())
+            same = row is not None and all(
+                old.get(k) == v for k, v in for_json(row.raw).items() if k not in ADDED
+            )
             by = old.get("grader") == self._grader.name
             if not same or not by or list(old.get("components") or ()) != self._grader.components:
                 raise DataError(
@@ -225,19 +229,23 @@ def _graded(
 
     waiting: deque[tuple[list[Row], list[Grade]]] = deque()
     count = 0
+    done = skip
 
     def finished() -> Iterator[tuple[Row, Grade]]:
-        nonlocal count
+        nonlocal count, done
         while waiting and waiting[0][1]:
             finished_rows, grades = waiting.popleft()
             count -= len(finished_rows)
-            for row, grade in zip(finished_rows, grades, strict=True):
+            for row, grade in list(zip(finished_rows, grades, strict=True))[done:]:
                 progress.add()
                 yield row, grade
+            done = 0
 
-    for _ in range(skip):
-        next(rows)
     for batch in batches(rows):
+        if not waiting and done >= len(batch):
+            done -= len(batch)
+            continue
+        # A group of which some rows are there is graded whole again.
         grades: list[Grade] = []
         waiting.append((batch, grades))
         count += len(batch)

@@ -17,6 +17,7 @@ as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +114,8 @@ class Classifier:
         return float(scores[name])
 
     def _scaled(self, score: float) -> float:
+        if not math.isfinite(score):
+            raise ValueError(f"the score {score} isn't finite")
         if self.scale is None:
             return score
         low, high = self.scale

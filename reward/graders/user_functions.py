@@ -10,7 +10,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import lru_cache
 from typing import Any, Literal
 
 from ...common import import_path
@@ -121,9 +120,14 @@ def call(
     return _numbers(values, len(given["completions"]), given.get("completion_ids"))
 
 
-@lru_cache(maxsize=64)
+_FORMS: dict[int, tuple[Function, Form]] = {}
+"""Functions and their forms by ``id``, since not every object that can be called can be hashed."""
+
+
 def _form(function: Function) -> Form:
-    return form_of(function)
+    if id(function) not in _FORMS:
+        _FORMS[id(function)] = function, form_of(function)
+    return _FORMS[id(function)][1]
 
 
 async def _awaited(found: Any) -> Any:

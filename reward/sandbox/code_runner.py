@@ -21,11 +21,14 @@ from .sandbox import Limits, Ran
 
 HARNESS = """
 def harness():
-    import json, os
+    import json, os, sys, types
     program, kind, *rest = json.loads(os.fdopen(4, "rb").read())
     out = os.dup(3)
     os.close(3)
-    space = {"__name__": "__main__" if kind == "io" else "program"}
+    module = types.ModuleType("__main__" if kind == "io" else "program")
+    # Where dataclasses and pickle look for what a program defines.
+    sys.modules[module.__name__] = module
+    space = module.__dict__
     exec(compile(program, "program.py", "exec"), space)
     if kind == "io":
         return

@@ -84,6 +84,26 @@ def test_rows_are_graded_and_a_table_is_printed(
     assert len(read(here / "out.jsonl.old")) == 7
 
 
+def test_a_group_is_graded_whole_where_its_rest_is_left(here: Path) -> None:
+    texts = ["a" * length + "</think> \\boxed{4}" for length in (10, 20, 60, 90)]
+    rows = [
+        {"id": n, "completion": text, "gold": "4", "group": group, "reward": 7.0}
+        for n, (group, text) in enumerate((g, text) for g in "pq" for text in texts)
+    ]
+    write(here / "in.jsonl", *rows)
+    command = ["grade", "in.jsonl", "--out", "out.jsonl", "--reward", "length_open_r1"]
+    assert main(command) == 0
+    whole = read(here / "out.jsonl")
+    assert len({row["reward"] for row in whole}) == 4
+    for there in (2, 4, 6):
+        # What a row says of an earlier grading isn't compared.
+        write(here / "out.jsonl", *whole[:there])
+        assert main(command) == 0
+        assert [row["reward"] for row in read(here / "out.jsonl")] == [
+            row["reward"] for row in whole
+        ]
+
+
 def test_components_alone_need_no_gold_and_no_grader_process(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

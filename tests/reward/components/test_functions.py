@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tandem.common.errors import ConfigError
 from tandem.common.records import Verdict
 from tandem.reward.components.functions import columns
 from tandem.reward.components.registry import Graded
+from tandem.reward.graders.user_functions import call
 from tandem.reward.grading import GradeItem, Grader
 
 MODULE = """
@@ -203,6 +205,19 @@ def test_a_group_of_the_pool_is_one_call_too(plain: Grader, make: Any) -> None:
 def test_an_awaitable_and_an_object_with_call_are_functions_too(plain: Grader) -> None:
     assert values(plain, "later", items("a")) == [2.0]
     assert values(plain, "instance", items("a")) == [3.0]
+
+
+def test_an_object_that_can_not_be_hashed_is_a_function_too() -> None:
+    @dataclass
+    class Scorer:
+        paid: float
+
+        def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+            return [self.paid * len(text) for text in completions]
+
+    given = {"prompts": ["1+1=?"], "completions": ["ab"]}
+    for paid in (1.0, 2.0):
+        assert call(Scorer(paid), given, "auto") == [2 * paid]
 
 
 def test_texts_of_megabytes_arrive_whole(plain: Grader) -> None:

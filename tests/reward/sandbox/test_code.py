@@ -123,6 +123,19 @@ def test_assertions_are_run_after_the_program(runner: Runner) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("annotation", ["int", "'int'"])
+def test_a_program_may_define_dataclasses_and_pickle_them(runner: Runner, annotation: str) -> None:
+    program = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport pickle\n"
+        f"@dataclass\nclass Node:\n    v: {annotation}\n"
+        "def f(x): return pickle.loads(pickle.dumps(Node(x))).v * 2\n"
+    )
+    tests = (["assert", "assert f(2) == 4"], ["call", "f", "[2]", "4"])
+    assert run(runner, program, *tests) == (2, 2, 0)
+    printed = f"{program}print(f(int(input())))\n"
+    assert run(runner, printed, ["io", "2\n", "4"]) == (1, 1, 0)
+
+
 def test_standard_output_is_compared_line_by_line(runner: Runner) -> None:
     adds = "import sys\nprint(sum(map(int, input().split())), ' ')\nsys.exit()"
     assert run(runner, adds, ["io", "1 2\n", "3"], ["io", "1 2\n", "4"]) == (1, 2, 0)

@@ -20,6 +20,8 @@ from tandem.common.errors import ConfigError
 from tandem.common.records import PROMPT_MESSAGES, FinishReason, Verdict
 from tandem.launch.host.servers import check_servers
 from tandem.reward.components import judge as judge_component
+from tandem.reward.components.classifier import classifier as make_classifier
+from tandem.reward.exchange import ExchangeError
 from tandem.reward.grading import Grade, GradeItem, Grader
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
@@ -186,6 +188,14 @@ def test_scores_are_scaled_and_cut_if_a_range_is_given(server: JudgeProcess) -> 
     part = classifier(server.url, template="{response}", low=0.1, high=0.3)
     grades = graded(config(part), *items("a" * 20, "a" * 5, "a" * 90))
     assert values(grades, "classifier") == pytest.approx([0.5, 0.0, 1.0])
+
+
+@pytest.mark.parametrize("scale", [{}, {"low": -10.0, "high": 10.0}])
+@pytest.mark.parametrize("score", ["NaN", "1e999", "-Infinity"])
+def test_a_score_that_is_not_finite_is_no_score(scale: dict[str, float], score: str) -> None:
+    asking = make_classifier("http://127.0.0.1:9", template="{response}", **scale)
+    with pytest.raises(ExchangeError, match="isn't finite"):
+        asking.read(f'{{"data": [{{"index": 0, "probs": [{score}]}}]}}'.encode(), 1)
 
 
 def test_a_text_that_is_refused_costs_its_batch_nothing(server: JudgeProcess) -> None:
