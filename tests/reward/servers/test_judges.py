@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from judges import JudgeProcess
 from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.errors import ConfigError
 from tandem.common.records import PROMPT_MESSAGES, FinishReason, Verdict
+from tandem.launch.commands.judge import _scores
 from tandem.launch.host.servers import check_servers
 from tandem.reward.components import judge as judge_component
 from tandem.reward.components.classifier import classifier as make_classifier
@@ -77,6 +79,20 @@ def test_a_judge_pays_its_last_score_scaled(server: JudgeProcess) -> None:
     assert [grade.reward for grade in grades] == [0.8, 0.0]
     # No component compares with the gold answer.
     assert not any(grade.verdict.leaves_baseline for grade in grades)
+
+
+def test_labels_of_an_evaluation_come_as_the_judge_gives_them(server: JudgeProcess) -> None:
+    """So that a command that is stopped keeps those that are there."""
+    asked = [
+        SimpleNamespace(
+            response=text, gold="", source="a", asked="1+1=?", finish_reason=FinishReason.STOP
+        )
+        for text in ("a do:slow_3000", "b do:score_4", "c do:no_score", "d do:score_5")
+    ]
+    with Grader(config(judge(server.url, truncated="ask"))) as grader:
+        found = [(one.response[0], score) for one, score in _scores(grader, asked)]  # type: ignore[arg-type]
+    assert found[-1] == ("a", 0.7)
+    assert sorted(found) == [("a", 0.7), ("b", 0.4), ("c", None), ("d", 0.5)]
 
 
 def test_it_stands_beside_accuracy_with_its_weight(server: JudgeProcess) -> None:
