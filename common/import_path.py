@@ -79,12 +79,19 @@ def check_call(function: Any, named: str, words: str, *arguments: Any) -> None:
     Raises:
         ConfigError: it takes fewer or more.
     """
+    if why := misfit(function, *arguments):
+        raise ConfigError(f"{named} can't be called with {words}: {why}")
+
+
+def misfit(function: Any, *arguments: Any, **keywords: Any) -> str:
+    """Why a function can't be called with these arguments; empty if it can, or has no signature."""
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:
-        raise ConfigError(f"{named} can't be called with {words}: {error}") from None
+        return str(error)
     except ValueError:
         pass
+    return ""
 
 
 def resolve(path: str) -> Any:

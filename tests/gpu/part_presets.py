@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import part_runs
 import torch
 from record import LAST_LINES, Recorder
 from sizes import Sizes
@@ -56,17 +56,9 @@ def _one(
             where += ["launch.share_gpu=true"] if command(name) == "start" else []
             where += ["model.dtype=bfloat16"]
         start = time.perf_counter()
-        ran = subprocess.run(
-            [
-                *(sys.executable, "-m", "tandem.launch.cli", command(name)),
-                *(f"{name}+miniature-twin", "--plain", *where, *overrides(name)),
-            ],
+        ran = part_runs.command(
+            *(command(name), f"{name}+miniature-twin", "--plain", *where, *overrides(name)),
             cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
         seconds = time.perf_counter() - start
         if ran.returncode:

@@ -86,19 +86,9 @@ def _run(
         if device.type == "cuda":
             where = ["launch.gpus=required", "launch.share_gpu=true"]
         start = time.perf_counter()
-        ran = subprocess.run(
-            [
-                *(sys.executable, "-m", "tandem.launch.cli", "start", "miniature", "--plain"),
-                f"run.dir={folder}",
-                *where,
-                *sizes.run_settings,
-                *settings,
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        ran = command(
+            *("start", "miniature", "--plain", f"run.dir={folder}"),
+            *(*where, *sizes.run_settings, *settings),
         )
         seconds = time.perf_counter() - start
         if ran.returncode:
@@ -109,6 +99,19 @@ def _run(
         found = commit_check.complaints(folder)
         if found:
             record.failed(name, "a check of new weights or of ratios failed", found[:12])
+
+
+def command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command of Tandem to its end; its two outputs are one."""
+    return subprocess.run(
+        [sys.executable, "-m", "tandem.launch.cli", *words],
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+    )
 
 
 def _logs(folder: Path) -> list[str]:

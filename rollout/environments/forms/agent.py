@@ -14,10 +14,10 @@ lets this error through has no reward, and hasn't failed.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ....common.import_path import misfit
 from ..pipes import Done, Phase, Play
 from .asking import CONTEXT_CODE
 from .values import Awaiting, figures, number
@@ -34,13 +34,9 @@ class AgentEpisodes:
     def __init__(self, target: Callable[..., Any], params: Mapping[str, Any]) -> None:
         if not callable(target):
             raise TypeError(f"{target!r:.100} isn't a function")
-        try:
-            inspect.signature(target).bind({}, base_url="", api_key="", **params)
-        except TypeError as error:
+        if why := misfit(target, {}, base_url="", api_key="", **params):
             words = "a task, base_url=, api_key= and environments.use.….params"
-            raise TypeError(f"{target!r:.100} can't be called with {words}: {error}") from None
-        except ValueError:
-            pass  # One of C has no signature.
+            raise TypeError(f"{target!r:.100} can't be called with {words}: {why}")
         self._run, self._params = target, dict(params)
         self._finish = Awaiting()
 
