@@ -128,18 +128,15 @@ class Reporter:
             if self._config.log.inspect:
                 self._log_for_inspect(record)
 
-    def end(self) -> None:
-        """Writes the log of the run's last block of steps, which may have fewer than the others."""
-        self._end_block()
-
     def _log_for_inspect(self, record: Mapping[str, Any]) -> None:
         """Keeps a record until its block of steps is complete, which is then written as a log."""
         block = self._block
         if block and block_of(block[0]["step"]) != block_of(record["step"]):
-            self._end_block()
+            self.end_block()
         self._block.append(record)
 
-    def _end_block(self) -> None:
+    def end_block(self) -> None:
+        """Writes the log of a block of steps for Inspect; the run's last one may have fewer than the others."""
         block, self._block = self._block, []
         if block and self._config.log.inspect:
             path = log_path(self._folder, block)

@@ -241,7 +241,7 @@ class Trainer:
             self._await(ids)
 
     def _finish(self) -> None:
-        self._reporter.end()
+        self._reporter.end_block()
         reason = "the learner has trained its last step"
         if self._callbacks.stop is not None and self._step < self._total:
             self._callbacks.ended(self._callbacks.stop, self._step)
