@@ -1,6 +1,6 @@
 """Tandem beside TRL's ``GRPOTrainer`` on the same work, by turns, on this machine.
 
-    .venv/bin/python tests/benchmarks/race.py                 # about 25 minutes on two cores
+    .venv/bin/python tests/benchmarks/race.py                 # about 35 minutes on two cores
     .venv/bin/python tests/benchmarks/race.py --rounds 1 --no-search --page /tmp/race.md
 
 It makes an environment for TRL (in ``runs/race/``), with the torch and transformers that Tandem has here, and runs two races:
@@ -10,9 +10,10 @@ It makes an environment for TRL (in ``runs/race/``), with the torch and transfor
 - **chains**: seconds until 60% and 80% of held-out problems are answered, from the command and from the start of training, on
   the miniature's easy setting with its shipped base model.
 
-Prompts, rewards, group size, limits, learning rate, optimizer, loss and dtype are the same. Before the sums each side
-is run with a few settings, and its fastest ones race (``--no-search`` takes the usual winners). What other processes of
-the machine used meanwhile is printed beside every figure. ``--page`` also writes a page with a plot.
+Prompts, rewards, group size, limits, optimizer, loss and dtype are the same, and so is the learning rate of the sums. Each
+side is first run with a few settings, and its fastest ones race: threads and engine, by the samples a second of the sums, and
+then the chains' learning rate, by the time to 80% with seeds that don't race (``--no-search`` takes the usual winners). What
+other processes of the machine used meanwhile is printed beside every figure. ``--page`` also writes a page with a plot.
 
 Samples a second and CPU-seconds are those between the ends of two steps, so that start-up counts only in the second
 race. No side's evaluations are in its times: TRL's are subtracted, and Tandem's are made when its run has ended, from the
@@ -34,7 +35,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -55,6 +56,9 @@ EVERY = 4
 """Steps between two evaluations of the chains."""
 GOALS = (0.6, 0.8)
 SEARCH_STEPS = 9
+CHAIN_RATES = (3e-4, 6e-4, 1e-3)
+"""Learning rates of the chains among which each side's is searched."""
+SEARCH_SEEDS = (101, 102, 103)
 TANDEM_CHOICES: Sequence[tuple[str, ...]] = (
     (),
     ("learner.threads=2",),
@@ -327,6 +331,7 @@ def trl(
         "seed": seed,
         "dtype": dtype,
         "every": EVERY,
+        "rate": work.SUMS_RATE if race == "sums" else work.CHAINS_RATE,
         **choice,
     }
     given, out, used = run(
@@ -386,6 +391,33 @@ def search(
     return tandems, max(others, key=lambda pair: pair[0])[1], notes
 
 
+def search_rate(
+    track: Track, dtype: str, steps: int, tandem_words: Sequence[str], choice: Mapping[str, Any]
+) -> tuple[dict[str, float], list[str]]:
+    """Tries the chains' learning rates; returns each side's fastest to the last goal, and what was found."""
+
+    def median_time(go: Callable[[int, float], Course], rate: float) -> float:
+        courses = [go(seed, rate) for seed in SEARCH_SEEDS]
+        return statistics.median(one.to(GOALS[-1]) - one.began for one in courses)
+
+    def of_tandem(seed: int, rate: float) -> Course:
+        words = (*tandem_words, f"learner.optimizer.lr={rate}")
+        found: Course = tandem(track, "chains", steps, seed, dtype, words)
+        return found
+
+    def of_trl(seed: int, rate: float) -> Course:
+        found: Course = trl(track, "chains", steps, seed, dtype, {**choice, "rate": rate})
+        return found
+
+    rates, notes = {}, []
+    for name, go in (("Tandem", of_tandem), ("TRL", of_trl)):
+        tried = {rate: median_time(go, rate) for rate in CHAIN_RATES}
+        rates[name] = min(tried, key=tried.__getitem__)
+        notes += [f"{name}, {rate:g}: {seconds:.1f}" for rate, seconds in tried.items()]
+        print("  ", "; ".join(notes[-len(tried) :]), flush=True)
+    return rates, notes
+
+
 BARE_IMPORTS = "import torch, deepspeed; from transformers import Qwen2ForCausalLM"
 ARMS = {"Tandem": 1, "Tandem, on-policy": 0}
 """Tandem's arms with the greatest age of their samples, in steps."""
@@ -413,10 +445,17 @@ def main() -> None:
         arm: (f"replay.max_staleness={staleness}", "learner.threads=2")
         for arm, staleness in ARMS.items()
     }
-    choice, notes = dict(TRL_CHOICES[0]), []
+    choice, rates = dict(TRL_CHOICES[0]), dict.fromkeys(("Tandem", "TRL"), work.CHAINS_RATE)
+    searched: dict[str, list[str]] = {}
     if not options.no_search and not options.no_trl:
         print(f"search, samples/s of {SEARCH_STEPS} steps of the sums:", flush=True)
-        tandems, choice, notes = search(track, options.dtype)
+        tandems, choice, searched["samples/s of the sums"] = search(track, options.dtype)
+    chain_words = ("replay.max_staleness=1",)
+    if "chains" in options.races and not options.no_search and not options.no_trl:
+        print(f"search, seconds of training to {GOALS[-1]:.0%} of the chains:", flush=True)
+        rates, searched[f"seconds of training to {GOALS[-1]:.0%} of the chains"] = search_rate(
+            track, options.dtype, options.chain_steps, chain_words, choice
+        )
     results: dict[str, dict[str, list[Any]]] = {}
     imports = []
     for race, round_ in itertools.product(options.races, range(options.rounds)):
@@ -424,7 +463,8 @@ def main() -> None:
         sides: list[tuple[str, Any]] = [(arm, tandems[arm]) for arm in options.arms]
         sides.append(("TRL", choice))
         if race == "chains":
-            sides = [("Tandem", ("replay.max_staleness=1",)), ("TRL", choice)]
+            words = (*chain_words, f"learner.optimizer.lr={rates['Tandem']}")
+            sides = [("Tandem", words), ("TRL", {**choice, "rate": rates["TRL"]})]
             imports.append(bare_imports())
         if options.no_trl:
             sides.pop()
@@ -434,7 +474,7 @@ def main() -> None:
             found = go(track, race, steps, round_, options.dtype, settings)
             results.setdefault(race, {}).setdefault(name, []).append(found)
             print(f"{race} {round_} {name}: {_told(found)}", flush=True)
-    told = report(results, options.dtype, tandems, choice, notes, imports)
+    told = report(results, options.dtype, tandems, choice, rates, searched, imports)
     print(told)
     raw = {
         race: {n: [asdict(f) for f in found] for n, found in sides.items()}
@@ -463,7 +503,8 @@ def report(
     dtype: str,
     tandems: Mapping[str, Sequence[str]],
     choice: Mapping[str, Any],
-    notes: Sequence[str],
+    rates: Mapping[str, float],
+    searched: Mapping[str, Sequence[str]],
     imports: Sequence[float],
 ) -> str:
     """The tables, in Markdown."""
@@ -525,9 +566,10 @@ def report(
     lines += [
         "Settings: " + "; ".join(f"{arm}: `{' '.join(words)}`" for arm, words in tandems.items())
     ]
-    lines[-1] += f"; TRL: `{json.dumps(choice)}`."
-    if notes:
-        lines += ["", "The search, samples/s: " + "; ".join(notes) + "."]
+    lines[-1] += f"; TRL: `{json.dumps(choice)}`; learning rates of the chains: "
+    lines[-1] += ", ".join(f"{name} {rate:g}" for name, rate in rates.items()) + "."
+    for what, notes in searched.items():
+        lines += ["", f"The search, {what}: " + "; ".join(notes) + "."]
     return "\n".join(lines)
 
 

@@ -49,7 +49,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         num_generations=work.SAMPLES,
         max_completion_length=most,
         temperature=1.0,
-        learning_rate=work.CHAINS_RATE if chains else work.SUMS_RATE,
+        learning_rate=given["rate"],
         lr_scheduler_type="linear" if chains else "constant",
         warmup_steps=5 if chains else 0,
         adam_beta1=0.9,

@@ -18,8 +18,8 @@ GROUPS, SAMPLES = 8, 8
 """Prompts of a step and samples of each."""
 SUMS_TOKENS, CHAINS_TOKENS = 64, 34
 """Most tokens of a response."""
-SUMS_RATE, CHAINS_RATE = 1e-3, 3e-4
-"""Learning rates."""
+SUMS_RATE, CHAINS_RATE = 1e-3, 6e-4
+"""Learning rates; that of the chains where none is searched for."""
 LARGEST = 20
 _NUMBER = re.compile(r"-?\d+")
 _CHAIN = re.compile(r"[0-9+=-]+</think> <answer> \\boxed\{([0-9]{1,2})\} </answer>")
