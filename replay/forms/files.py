@@ -115,8 +115,21 @@ def _plain(batch: pa.RecordBatch) -> Iterator[Raw]:
 
 def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
     """Rows under the header that the file begins with."""
+    lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+    header: list[str] | None = None
     try:
-        yield from csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        for cells in lines:
+            if not cells:
+                continue  # An empty line.
+            if header is None:
+                header = cells
+            elif len(cells) != len(header):
+                # A comma too many or too few puts values under the wrong columns.
+                what = "more" if len(cells) > len(header) else "fewer"
+                way_out = "put texts with commas or line breaks into double quotes"
+                yield RowError("row", cells, f"has {what} fields than the header", way_out)
+            else:
+                yield dict(zip(header, cells, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path} can't be read as CSV: {_first_line(error)}") from None
 

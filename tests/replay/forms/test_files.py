@@ -151,6 +151,20 @@ def test_csv_is_read_by_its_name_under_its_header(tmp_path: Path) -> None:
         list(files_module.raw_rows(path))
 
 
+def test_a_row_of_csv_with_another_number_of_fields_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('question,answer\nWhat is 1,000+1?,1001\n\n"What is 1,000+1?",1001\nWhat is\n')
+    left_out = LeftOut()
+    (row,) = read_rows(path, left_out=left_out)
+    assert (row.content.prompt[0].content, row.content.gold) == ("What is 1,000+1?", "1001")
+    assert left_out.counts == {
+        "row has more fields than the header": 1,
+        "row has fewer fields than the header": 1,
+    }
+    with pytest.raises(DataError, match=r"a\.csv row 0, .*: put texts with commas .* into double"):
+        list(read_rows(path))
+
+
 def test_a_folder_is_all_data_files_in_it_csv_too(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.csv", "deep/c.parquet", "notes.txt", ".hidden.csv"):
         file = tmp_path / name
