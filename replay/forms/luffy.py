@@ -32,6 +32,7 @@ from .row import (
     ability,
     as_messages,
     gold,
+    is_deeper,
     is_missing,
     needed,
     plain,
@@ -84,7 +85,11 @@ def _extra(row: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise RowError("extra_info", value, "isn't a struct", "store named values")
-    return {str(name): plain(inner) for name, inner in value.items() if inner is not None}
+    return {
+        str(name): plain(inner)
+        for name, inner in value.items()
+        if inner is not None and not is_deeper(inner)
+    }
 
 
 def _logprobs(row: Mapping[str, Any]) -> Float32Array | None:

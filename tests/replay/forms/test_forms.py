@@ -353,6 +353,29 @@ def test_a_form_can_be_a_function_of_the_users(tmp_path: Path, monkeypatch: pyte
         list(read_rows(path, "own_forms:write"))
 
 
+def test_numbers_beyond_64_bits_stay_numbers_where_a_template_writes_them(tmp_path: Path):
+    call = {"function": {"name": "pay", "arguments": {"wei": 10**21}}}
+    row = {"messages": [said("user", "q"), said("assistant", "", tool_calls=[call])]}
+    (found,) = read_rows(write_lines(tmp_path / "a.jsonl", [row]), whole=True)
+    assert found.content.turns[0]["tool_calls"] == [call]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"nums": [10**30, 1], "target": 2}, "nums isn't a list of whole numbers of 64 bits"),
+        ({"nums": [1, 1], "target": 10**30}, "target isn't a whole number of 64 bits"),
+        ({"task": {"a": [[[[[1]]]]]}}, "task has over 6 levels"),
+    ],
+)
+def test_a_row_that_needs_what_no_record_can_hold_is_left_out(
+    row: dict[str, Any], reason: str, tmp_path: Path
+):
+    left_out = LeftOut()
+    assert list(read_rows(write_lines(tmp_path / "a.jsonl", [row]), left_out=left_out)) == []
+    assert left_out.counts == {reason: 1}
+
+
 NAN, INFINITY = float("nan"), float("inf")
 
 
