@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -79,7 +80,7 @@ def raw_rows(path: Path, choose: Choose = lambda present: None) -> Iterator[Raw]
                     yield from _json(path, inner)  # type: ignore[arg-type]
             else:
                 yield from _json(path, file)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} can't be read: {error}") from None
 
 

@@ -94,6 +94,16 @@ def test_other_files_are_refused(data: bytes, message: str, tmp_path: Path):
         list(read_rows(tmp_path / "a"))
 
 
+@pytest.mark.parametrize("place", [2, 20, -6])
+def test_a_damaged_gzip_file_is_named(place: int, tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl.gz", GOOD * 100)
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz can't be read: "):
+        list(read_rows(path))
+
+
 def test_a_folder_is_its_data_files_by_name(tmp_path: Path):
     for name in ("b.jsonl", "a.jsonl.gz", "c.json"):
         write_lines(tmp_path / name, GOOD)
