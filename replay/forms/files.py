@@ -193,16 +193,17 @@ def _array(path: Path, file: IO[bytes]) -> Iterator[Raw]:
     """Objects of an array, each as soon as it is complete."""
     pieces = codecs.getreader("utf-8")(file, "surrogateescape")
     decoder = json.JSONDecoder()
-    buffer = pieces.read(PIECE_CHARACTERS).removeprefix("\ufeff").lstrip()[1:]
-    row = 0
+    buffer = pieces.read(PIECE_CHARACTERS).removeprefix("\ufeff").lstrip()
+    # The buffer is only cut where a piece is added: cutting it for every row takes quadratic time.
+    at, row = 1, 0
     while True:
-        buffer = buffer.lstrip()
-        if row and buffer.startswith(","):
-            buffer = buffer[1:].lstrip()
-        if buffer.startswith("]"):
+        at = _after_space(buffer, at)
+        if row and buffer.startswith(",", at):
+            at = _after_space(buffer, at + 1)
+        if buffer.startswith("]", at):
             return
         try:
-            value, end = decoder.raw_decode(buffer)
+            value, end = decoder.raw_decode(buffer, at)
             # A number at the end of the buffer may go on.
             if end == len(buffer) and not isinstance(value, dict):
                 raise ValueError("it isn't complete")
@@ -214,16 +215,24 @@ def _array(path: Path, file: IO[bytes]) -> Iterator[Raw]:
                 raise DataError(
                     f"{path} is damaged after row {row}: {_first_line(error)}"
                 ) from None
-            if len(buffer) > MAX_ROW_CHARACTERS:
+            if len(buffer) - at > MAX_ROW_CHARACTERS:
                 raise DataError(
                     f"{path} row {row} isn't JSON, or has more than {MAX_ROW_CHARACTERS:,} "
                     f"characters: {_first_line(error)}"
                 ) from None
-            buffer += more
+            buffer, at = buffer[at:] + more, 0
             continue
-        yield _checked(value, buffer[:end])
-        buffer = buffer[end:]
+        yield _checked(value, buffer[at:end])
+        at = end
         row += 1
+
+
+def _after_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    return found.end() if found else start
+
+
+_SPACE = re.compile(r"\s*")
 
 
 def _too_long(start: bytes) -> RowError:

@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -60,6 +61,22 @@ def test_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(files_module, "PIECE_CHARACTERS", 7)
     path = write_array(tmp_path / "a.json", GOOD)
     assert [row.content.gold for row in read_rows(path)] == ["2", "4", "6"]
+
+
+def test_a_piece_of_an_array_is_not_copied_for_each_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lengths = set()
+
+    class Watched(json.JSONDecoder):
+        def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+            lengths.add(len(s))
+            return super().raw_decode(s, idx)
+
+    path = write_array(tmp_path / "a.json", GOOD * 100)
+    monkeypatch.setattr(json, "JSONDecoder", Watched)
+    assert len(list(read_rows(path))) == 300
+    assert lengths == {path.stat().st_size}
 
 
 def test_a_damaged_array_says_after_which_row(tmp_path: Path):
