@@ -130,7 +130,9 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
                 way_out = "put texts with commas or line breaks into double quotes"
                 yield RowError("row", cells, f"has {what} fields than the header", way_out)
             else:
-                yield dict(zip(header, cells, strict=True))
+                # An empty cell is how CSV writes that there is no value.
+                filled = (cell if cell.strip() else None for cell in cells)
+                yield dict(zip(header, filled, strict=True))
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path} can't be read as CSV: {_first_line(error)}") from None
 

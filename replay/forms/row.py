@@ -17,9 +17,9 @@ TOOL = "tool"
 """The role of a message with a tool's result."""
 SHOWN = 60
 SOURCES = ("data_source", "dataset", "source", "problem_source")
-"""Columns that may say where a row is from; the first one counts."""
+"""Columns that may say where a row is from; the first one that isn't blank counts."""
 GOLDS = ("gold", "ground_truth", "expected_answer")
-"""Columns that may hold the gold answer; the first one counts."""
+"""Columns that may hold the gold answer; the first one that isn't blank counts."""
 MAX_EXTRA = 1_000
 """Longest extra column that is kept, in characters of its JSON."""
 DEEPEST = 6
@@ -309,14 +309,18 @@ def is_missing(value: Any) -> bool:
 
 
 def first_of(row: Mapping[str, Any], columns: Collection[str]) -> str | None:
-    """The first of these columns that the row has a value in."""
-    return next((column for column in columns if not is_missing(row.get(column))), None)
+    """The first of these columns that the row has a value in; one with a blank text only if no other has one."""
+    having = (column for column in columns if not is_missing(row.get(column)))
+    return first_filled(row, columns) or next(having, None)
 
 
 def first_filled(row: Mapping[str, Any], columns: Collection[str]) -> str | None:
     """The first of these columns that the row has a value in which isn't blank."""
-    filled = (name for name in columns if not is_missing(row.get(name)))
-    return next((name for name in filled if str(row[name]).strip()), None)
+    return next((name for name in columns if not _is_blank(row.get(name))), None)
+
+
+def _is_blank(value: Any) -> bool:
+    return is_missing(value) or (isinstance(value, str) and not value.strip())
 
 
 def others(row: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:

@@ -192,6 +192,23 @@ def test_a_row_of_csv_with_another_number_of_fields_is_left_out(tmp_path: Path) 
         list(read_rows(path))
 
 
+@pytest.mark.parametrize(
+    ("text", "gold", "target"),
+    [
+        ("problem,solution,expected_answer,answer\nq,s,,5\n", "5", "s"),
+        ("problem,solution,answer\nq,\\boxed{5},\n", "\\boxed{5}", "\\boxed{5}"),
+        ("prompt,response,gold\nq,r,\n", "", "r"),
+        ("question,answer,ability\nq,5, \n", "5", None),
+    ],
+)
+def test_an_empty_cell_of_csv_is_no_value(
+    text: str, gold: str, target: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    (row,) = read_rows(tmp_path / "a.csv")
+    assert (row.content.gold, row.content.target, row.content.extra) == (gold, target, {})
+
+
 def test_a_folder_is_all_data_files_in_it_csv_too(tmp_path: Path) -> None:
     for name in ("b.jsonl", "a.csv", "deep/c.parquet", "notes.txt", ".hidden.csv"):
         file = tmp_path / name

@@ -392,6 +392,25 @@ def test_nan_is_no_value(tmp_path: Path):
     assert found[3].prompt[0].content == "Add.\n\n1, 1"
 
 
+BLANK = [
+    ({"problem": "q", "solution": "s", "expected_answer": "", "answer": "5"}, "5", "s"),
+    ({"problem": "q", "solution": "\\boxed{5}", "answer": " "}, "\\boxed{5}", "\\boxed{5}"),
+    ({"prompt": "q", "response": "r", "gold": "", "ground_truth": "5"}, "5", "r"),
+    ({"prompt": "", "instruction": "q", "response": " ", "output": "r"}, "", "r"),
+    ({"question": "", "problem": "q", "answer": "", "ground_truth": "5"}, "5", None),
+    ({"prompt": "", "input": "q", "chosen": "r", "rejected": "s"}, "", "r"),
+]
+
+
+@pytest.mark.parametrize(("row", "gold", "target"), BLANK)
+def test_a_blank_text_stands_in_no_other_columns_way(
+    row: dict[str, Any], gold: str, target: str | None, tmp_path: Path
+):
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert found.content.prompt[0].content == "q"
+    assert (found.content.gold, found.content.target) == (gold, target)
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
