@@ -27,7 +27,7 @@ from .row import RowError
 DATA_ENDINGS = (*HUB_ENDINGS, ".csv")
 """Endings of the files of a folder that are read. A data set of the hub that has CSV files alone comes as parquet."""
 MAX_ROW_CHARACTERS = 16 << 20
-"""Longest row of JSON that is read."""
+"""Longest row of JSON, and longest field of CSV, that is read."""
 BATCH_ROWS = 256
 PIECE_CHARACTERS = 1 << 20
 
@@ -116,6 +116,7 @@ def _plain(batch: pa.RecordBatch) -> Iterator[Raw]:
 
 def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
     """Rows under the header that the file begins with."""
+    csv.field_size_limit(MAX_ROW_CHARACTERS)
     lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     header: list[str] | None = None
     try:
@@ -133,8 +134,15 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
                 # An empty cell is how CSV writes that there is no value.
                 filled = (cell if cell.strip() else None for cell in cells)
                 yield dict(zip(header, filled, strict=True))
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} can't be read as CSV: {_first_line(error)}") from None
+    except csv.Error as error:
+        raise DataError(
+            f"{path} line {lines.line_num} can't be read as CSV: {_first_line(error)}"
+        ) from None
+    except UnicodeDecodeError as error:
+        # Texts are decoded some lines ahead.
+        raise DataError(
+            f"{path} can't be read as CSV after line {lines.line_num}: {_first_line(error)}; store the file as UTF-8"
+        ) from None
 
 
 def _json(path: Path, file: IO[bytes]) -> Iterator[Raw]:

@@ -174,8 +174,22 @@ def test_csv_is_read_by_its_name_under_its_header(tmp_path: Path) -> None:
         {"id": "1", "prompts_final": "two\nlines, one cell"}
     ]
     path.write_bytes(b"id\n\xff\n")
-    with pytest.raises(DataError, match="can't be read as CSV"):
+    with pytest.raises(DataError, match=r"can't be read as CSV after line 0: .* as UTF-8"):
         list(files_module.raw_rows(path))
+
+
+def test_a_field_of_csv_may_be_long_and_one_that_is_too_long_is_told_by_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.csv"
+    long = "x" * 200_000
+    path.write_text(f'prompt,response\nq,"two\nlines"\nq,{long}\n')
+    assert [row.content.target for row in read_rows(path)] == ["two\nlines", long]
+    monkeypatch.setattr(files_module, "MAX_ROW_CHARACTERS", 1000)
+    with pytest.raises(DataError, match=r"a\.csv line 4 can't be read as CSV: field larger than"):
+        list(read_rows(path))
+    monkeypatch.undo()
+    assert len(list(read_rows(path))) == 2  # The limit is the process's, and is set anew.
 
 
 def test_a_row_of_csv_with_another_number_of_fields_is_left_out(tmp_path: Path) -> None:
