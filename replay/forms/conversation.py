@@ -24,6 +24,7 @@ from .row import (
     as_messages,
     first_of,
     gold,
+    is_missing,
     messages,
     others,
     present,
@@ -56,7 +57,7 @@ def read_whole(row: Mapping[str, Any]) -> Content:
             column, row[column], "begins with a tool's message", "let an answer call the tool"
         )
     prompt = tuple(Message(role=one["role"], content=one["content"]) for one in found[:first])
-    tools = tuple(as_list(row[TOOLS], TOOLS)) if row.get(TOOLS) is not None else ()
+    tools = () if is_missing(row.get(TOOLS)) else tuple(as_list(row[TOOLS], TOOLS))
     return _content(
         row, prompt, found[last]["content"], turns=tuple(found[first : last + 1]), tools=tools
     )

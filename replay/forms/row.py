@@ -327,7 +327,7 @@ def others(row: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:
     """The row's other columns as plain values, without empty, very long and very deep ones."""
     kept = {}
     for name, value in row.items():
-        if name in used or value is None or is_deeper(value):
+        if name in used or is_missing(value) or is_deeper(value):
             continue
         simple = plain(value)
         if len(simple if isinstance(simple, str) else json.dumps(simple)) <= MAX_EXTRA:

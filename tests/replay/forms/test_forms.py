@@ -390,6 +390,10 @@ def test_nan_is_no_value(tmp_path: Path):
     assert [content.gold for content in found] == ["", "2", "\\boxed{2}", ""]
     assert [content.data_source for content in found] == [""] * 4
     assert found[3].prompt[0].content == "Add.\n\n1, 1"
+    assert [content.extra for content in found] == [{}] * 4
+    talk = {"messages": [said("user", "1+1"), said("assistant", "2")], "tools": NAN, "level": NAN}
+    (row,) = read_rows(write_lines(tmp_path / "a.jsonl", [talk]), whole=True)
+    assert (row.content.tools, row.content.extra) == ((), {})
 
 
 BLANK = [
