@@ -250,6 +250,21 @@ def gold(value: Any, column: str) -> str:
     return str(value)
 
 
+def truth(value: Any) -> bool | None:
+    """What a label says: true or false, which may be stored as 1 or 0 and as text; None if it says neither.
+
+    >>> [truth(label) for label in (True, 0, 1.0, "False", "1", "yes", -1, None)]
+    [True, False, True, False, True, None, None, None]
+    """
+    if isinstance(value, str):
+        return _TRUTHS.get(value.strip().lower())
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
+
+
+# Of a column with gaps pandas writes 1.0 and 0.0.
+_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
 def source_of(row: Mapping[str, Any]) -> str:
     """Where the row is from; empty if it doesn't say."""
     column = first_of(row, SOURCES)

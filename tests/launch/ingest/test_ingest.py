@@ -743,7 +743,7 @@ def test_a_response_that_is_labelled_false_is_wrong_whatever_its_columns_are_cal
     asked = "1+2=?<think>"
     said = [{"role": "user", "content": asked}, {"role": "assistant", "content": "4"}]
     for row in ({"instruction": asked, "output": "4"}, {"messages": said}):
-        own_rows(made, {**row, "label": False}, {**row, "label": True})
+        own_rows(made, {**row, "label": 0}, {**row, "label": True})
         found = judged(offline("kto", "learner.objective.advantage=none"))
         assert [verdict for _, _, verdict, _, _ in found] == ["wrong", "correct"]
         assert [place for place, *_ in judged(offline("sft"))] == ["own/1#0"]

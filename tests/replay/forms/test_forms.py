@@ -95,8 +95,14 @@ def test_the_question_is_the_same_in_every_form(name: str, tmp_path: Path):
         assert row.content.target == solution(600)
 
 
-@pytest.mark.parametrize("label", [True, False])
-def test_a_label_counts_with_every_prompt_and_response(label: bool, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("given", "label"),
+    [
+        *((True, True), (1, True), ("True", True), ("1", True)),
+        *((False, False), (0, False), (0.0, False), ("false", False), ("0", False)),
+    ],
+)
+def test_a_label_counts_with_every_prompt_and_response(given: Any, label: bool, tmp_path: Path):
     said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5"}]
     rows: list[dict[str, Any]] = [
         {"instruction": "2+2?", "output": "5"},
@@ -105,7 +111,7 @@ def test_a_label_counts_with_every_prompt_and_response(label: bool, tmp_path: Pa
         {"messages": said},
     ]
     for number, row in enumerate(rows):
-        path = write_lines(tmp_path / f"{number}.jsonl", [{**row, "label": label}])
+        path = write_lines(tmp_path / f"{number}.jsonl", [{**row, "label": given}])
         (found,) = all_of(path)
         content = found.content
         assert (content.prompt[-1].content, content.target) == ("2+2?", "5")
@@ -126,6 +132,22 @@ def test_a_label_of_a_conversation_is_about_its_last_answer_and_otherwise_a_colu
     found = [row.content for row in all_of(write_lines(tmp_path / "a.jsonl", rows))]
     assert [content.label for content in found] == [None, None]
     assert [content.extra for content in found] == [{"label": False}, {"label": "sums"}]
+
+
+@pytest.mark.parametrize("label", [2, -1, 0.5, "2", 10**30])
+def test_a_number_that_is_no_label_is_refused(label: Any, tmp_path: Path):
+    rows = [
+        {"prompt": "2+2?", "completion": "5", "label": label},
+        {"messages": [said("user", "2+2?"), said("assistant", "5")], "label": label},
+    ]
+    for row in rows:
+        with pytest.raises(DataError, match="isn't true or false: store a boolean, or "):
+            all_of(write_lines(tmp_path / "a.jsonl", [row]))
+
+
+def test_csv_may_hold_labels(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("prompt,completion,label\n2+2?,4,True\n2+2?,5,0\n")
+    assert [row.content.label for row in all_of(tmp_path / "a.csv")] == [True, False]
 
 
 def test_the_rationale_of_gsm8k_loses_its_annotations(tmp_path: Path):
