@@ -18,17 +18,13 @@ from ...common.config import Config, DataConfig, EnvironmentsConfig
 from ...common.errors import ConfigError
 from ...common.records import ENVIRONMENT, PROMPT_MESSAGES
 from ...replay.forms import DataRow, RowError
-from ...replay.forms.row import plain
+from ...replay.forms.row import DEEPEST, is_deeper, plain
 from ...reward.grading import Grader
 
 MAX_COLUMN = 20_000
 """Longest column that is kept for functions, in characters of its JSON."""
 OWN_TO_TRAINING = frozenset(("prompt", "completion", "completion_ids", "messages", "conversations"))
 """Columns that functions get in another form, as ``prompts`` and ``completions``, or don't get, as in TRL."""
-DEEPEST = 6
-"""Levels of nesting of a column that is kept; a record may have eight."""
-
-
 MAX_TASK = 1_000_000
 """Longest row that an environment is given, in characters of its JSON; every group of it carries it."""
 
@@ -75,7 +71,12 @@ def task_of(
     except ValueError as error:
         what = "isn't one of environments.use" if named else "names no environment"
         raise RowError(column, named, what, str(error)) from None
-    whole = {str(key): plain(value) for key, value in row.raw.items() if key != column}
+    given = {str(key): value for key, value in row.raw.items() if key != column}
+    if is_deeper(given):
+        raise RowError(
+            column, named, f"has a row of over {DEEPEST} levels", "store deep values as JSON text"
+        )
+    whole = plain(given)
     asked = [{"role": m.role, "content": m.content} for m in row.content.prompt]
     if asked and (
         not isinstance(whole.get("prompt"), list)
@@ -83,10 +84,6 @@ def task_of(
         or data.system_prompt is not None
     ):
         whole["prompt"] = prompts.conversation(asked, data)
-    if _depth(whole) > DEEPEST:
-        raise RowError(
-            column, named, f"has a row of over {DEEPEST} levels", "store deep values as JSON text"
-        )
     if len(json.dumps(whole)) > MAX_TASK:
         raise RowError(
             column,
@@ -102,7 +99,11 @@ def with_tests(row: DataRow, grader: Grader) -> DataRow:
     extra = row.content.extra
     if grader.has_tests(extra):
         return row
-    tests = {name: plain(of) for name, of in row.raw.items() if grader.has_tests({name: of})}
+    tests = {
+        name: plain(of)
+        for name, of in row.raw.items()
+        if not is_deeper(of) and grader.has_tests({name: of})
+    }
     if not tests:
         return row
     return replace(row, content=replace(row.content, extra={**extra, **tests}))
@@ -133,18 +134,13 @@ def extra_of(
 def _columns(raw: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in raw.items():
-        if str(name) in OWN_TO_TRAINING or value is None:
+        if str(name) in OWN_TO_TRAINING or value is None or is_deeper(value):
             continue
         simple = plain(value)
         size = len(simple if isinstance(simple, str) else json.dumps(simple))
-        if size <= MAX_COLUMN and _depth(simple) <= DEEPEST:
+        if size <= MAX_COLUMN:
             kept[str(name)] = simple
     return kept
-
-
-def _depth(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, inner), default=0)
 
 
 def broken(gold: str) -> bool:

@@ -4,7 +4,7 @@ The last message, if it is the assistant's, is the response; those before it are
 source the prompt is what stands before the first answer, all answers are learned from, and there may be calls of tools
 (``tool_calls``), their results (messages of the role ``tool``) and a column ``tools``. A gold answer may stand in
 ``ground_truth``, ``gold``, ``expected_answer`` or ``answer``, the data set's name in ``dataset`` or ``source``, and in
-``label`` whether the last answer is a wanted one, true or false.
+``label`` whether the last answer is a wanted one, true or false (1 or 0); a text that says neither is a column like any other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from .row import (
     as_messages,
     first_of,
     gold,
+    is_missing,
     messages,
     others,
     present,
     source_of,
+    truth,
     whole_messages,
 )
 
@@ -56,7 +58,7 @@ def read_whole(row: Mapping[str, Any]) -> Content:
             column, row[column], "begins with a tool's message", "let an answer call the tool"
         )
     prompt = tuple(Message(role=one["role"], content=one["content"]) for one in found[:first])
-    tools = tuple(as_list(row[TOOLS], TOOLS)) if row.get(TOOLS) is not None else ()
+    tools = () if is_missing(row.get(TOOLS)) else tuple(as_list(row[TOOLS], TOOLS))
     return _content(
         row, prompt, found[last]["content"], turns=tuple(found[first : last + 1]), tools=tools
     )
@@ -78,13 +80,12 @@ def _content(
         raise RowError(column, row[column], "has no user's message", "a prompt needs one")
     golds = (*GOLDS, "answer")
     answered = first_of(row, golds)
-    label = row.get("label")
-    is_label = isinstance(label, bool) and target is not None
+    label = _label(row) if target is not None else None
     return Content(
         prompt=prompt,
         gold=gold(row[answered], answered) if answered else "",
         target=target,
-        label=label if is_label else None,
+        label=label,
         data_source=source_of(row),
         extra=others(
             row,
@@ -93,12 +94,33 @@ def _content(
                 *golds,
                 *SOURCES,
                 *((TOOLS,) if turns else ()),
-                *(("label",) if is_label else ()),
+                *(("label",) if label is not None else ()),
             ),
         ),
         turns=turns,
         tools=tools,
     )
+
+
+def _label(row: Mapping[str, Any]) -> bool | None:
+    """Whether the last answer is a wanted one; None if the row doesn't say, as where its label is a class's name."""
+    given = row.get("label")
+    label = truth(given)
+    # Among 0 and 1 another number is a mistake, or they are numbers of classes.
+    if label is None and not is_missing(given) and _is_number(given):
+        way_out = "store a boolean, or give the column another name if it doesn't judge the answer"
+        raise RowError("label", given, "isn't true or false", way_out)
+    return label
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, str):
+        return isinstance(value, int | float)
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
 
 
 def write(content: Content) -> dict[str, Any]:

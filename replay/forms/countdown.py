@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .form import Form
-from .row import Content, RowError, first_of, needed, question
+from .row import Content, RowError, first_of, has_64_bits, needed, question
 
 NUMBERS = ("nums", "numbers")
 
@@ -19,9 +19,9 @@ def read(row: Mapping[str, Any]) -> Content:
     column = first_of(row, NUMBERS) or NUMBERS[0]
     numbers, target = row.get(column), row.get("target")
     if not isinstance(numbers, list) or not numbers or not all(map(_is_whole, numbers)):
-        raise RowError(column, numbers, "isn't a list of whole numbers", "store one")
+        raise RowError(column, numbers, "isn't a list of whole numbers of 64 bits", "store one")
     if not _is_whole(target):
-        raise RowError("target", target, "isn't a whole number", "store one")
+        raise RowError("target", target, "isn't a whole number of 64 bits", "store one")
     return Content(
         prompt=question(ask(numbers, int(target))),  # type: ignore[arg-type]
         gold=str(target),
@@ -45,7 +45,7 @@ def ask(numbers: list[int], target: int) -> str:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and has_64_bits(value)
 
 
 def write(content: Content) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +27,7 @@ from .row import RowError
 DATA_ENDINGS = (*HUB_ENDINGS, ".csv")
 """Endings of the files of a folder that are read. A data set of the hub that has CSV files alone comes as parquet."""
 MAX_ROW_CHARACTERS = 16 << 20
-"""Longest row of JSON that is read."""
+"""Longest row of JSON, and longest field of CSV, that is read."""
 BATCH_ROWS = 256
 PIECE_CHARACTERS = 1 << 20
 
@@ -79,7 +80,7 @@ def raw_rows(path: Path, choose: Choose = lambda present: None) -> Iterator[Raw]
                     yield from _json(path, inner)  # type: ignore[arg-type]
             else:
                 yield from _json(path, file)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} can't be read: {error}") from None
 
 
@@ -115,10 +116,33 @@ def _plain(batch: pa.RecordBatch) -> Iterator[Raw]:
 
 def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
     """Rows under the header that the file begins with."""
+    csv.field_size_limit(MAX_ROW_CHARACTERS)
+    lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+    header: list[str] | None = None
     try:
-        yield from csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} can't be read as CSV: {_first_line(error)}") from None
+        for cells in lines:
+            if not cells:
+                continue  # An empty line.
+            if header is None:
+                header = cells
+            elif len(cells) != len(header):
+                # A comma too many or too few puts values under the wrong columns.
+                what = "more" if len(cells) > len(header) else "fewer"
+                way_out = "put texts with commas or line breaks into double quotes"
+                yield RowError("row", cells, f"has {what} fields than the header", way_out)
+            else:
+                # An empty cell is how CSV writes that there is no value.
+                filled = (cell if cell.strip() else None for cell in cells)
+                yield dict(zip(header, filled, strict=True))
+    except csv.Error as error:
+        raise DataError(
+            f"{path} line {lines.line_num} can't be read as CSV: {_first_line(error)}"
+        ) from None
+    except UnicodeDecodeError as error:
+        # Texts are decoded some lines ahead.
+        raise DataError(
+            f"{path} can't be read as CSV after line {lines.line_num}: {_first_line(error)}; store the file as UTF-8"
+        ) from None
 
 
 def _json(path: Path, file: IO[bytes]) -> Iterator[Raw]:
@@ -179,16 +203,17 @@ def _array(path: Path, file: IO[bytes]) -> Iterator[Raw]:
     """Objects of an array, each as soon as it is complete."""
     pieces = codecs.getreader("utf-8")(file, "surrogateescape")
     decoder = json.JSONDecoder()
-    buffer = pieces.read(PIECE_CHARACTERS).removeprefix("\ufeff").lstrip()[1:]
-    row = 0
+    buffer = pieces.read(PIECE_CHARACTERS).removeprefix("\ufeff").lstrip()
+    # The buffer is only cut where a piece is added: cutting it for every row takes quadratic time.
+    at, row = 1, 0
     while True:
-        buffer = buffer.lstrip()
-        if row and buffer.startswith(","):
-            buffer = buffer[1:].lstrip()
-        if buffer.startswith("]"):
+        at = _after_space(buffer, at)
+        if row and buffer.startswith(",", at):
+            at = _after_space(buffer, at + 1)
+        if buffer.startswith("]", at):
             return
         try:
-            value, end = decoder.raw_decode(buffer)
+            value, end = decoder.raw_decode(buffer, at)
             # A number at the end of the buffer may go on.
             if end == len(buffer) and not isinstance(value, dict):
                 raise ValueError("it isn't complete")
@@ -200,16 +225,24 @@ def _array(path: Path, file: IO[bytes]) -> Iterator[Raw]:
                 raise DataError(
                     f"{path} is damaged after row {row}: {_first_line(error)}"
                 ) from None
-            if len(buffer) > MAX_ROW_CHARACTERS:
+            if len(buffer) - at > MAX_ROW_CHARACTERS:
                 raise DataError(
                     f"{path} row {row} isn't JSON, or has more than {MAX_ROW_CHARACTERS:,} "
                     f"characters: {_first_line(error)}"
                 ) from None
-            buffer += more
+            buffer, at = buffer[at:] + more, 0
             continue
-        yield _checked(value, buffer[:end])
-        buffer = buffer[end:]
+        yield _checked(value, buffer[at:end])
+        at = end
         row += 1
+
+
+def _after_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    return found.end() if found else start
+
+
+_SPACE = re.compile(r"\s*")
 
 
 def _too_long(start: bytes) -> RowError:

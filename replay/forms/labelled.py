@@ -9,14 +9,14 @@ from msgspec.structs import replace
 
 from . import prompt_response
 from .form import Form
-from .row import Content, RowError, needed
+from .row import Content, RowError, needed, truth
 
 
 def read(row: Mapping[str, Any]) -> Content:
-    label = row.get("label")
-    if not isinstance(label, bool):
+    label = truth(row.get("label"))
+    if label is None:
         way_out = "store a boolean, or set the form to prompt_response, for which it says nothing"
-        raise RowError("label", label, "isn't true or false", way_out)
+        raise RowError("label", row.get("label"), "isn't true or false", way_out)
     rest = {name: value for name, value in row.items() if name != "label"}
     return replace(prompt_response.read(rest), label=label)
 

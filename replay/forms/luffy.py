@@ -32,6 +32,7 @@ from .row import (
     ability,
     as_messages,
     gold,
+    is_deeper,
     is_missing,
     needed,
     plain,
@@ -59,8 +60,9 @@ def read(row: Mapping[str, Any]) -> Content:
 
 
 def _target(row: Mapping[str, Any]) -> str | None:
-    # Some writers of parquet store an empty list for "no target".
-    if row.get("target") in (None, []):
+    # Some writers store an empty list or an empty text for "no target".
+    target = row.get("target")
+    if is_missing(target) or target in ([], ""):
         return None
     return response(row, "target")
 
@@ -80,17 +82,21 @@ def _gold(row: Mapping[str, Any]) -> str:
 
 def _extra(row: Mapping[str, Any]) -> dict[str, Any]:
     value = row.get("extra_info")
-    if value is None:
+    if is_missing(value):
         return {}
     if not isinstance(value, dict):
         raise RowError("extra_info", value, "isn't a struct", "store named values")
-    return {str(name): plain(inner) for name, inner in value.items() if inner is not None}
+    return {
+        str(name): plain(inner)
+        for name, inner in value.items()
+        if not is_missing(inner) and not is_deeper(inner)
+    }
 
 
 def _logprobs(row: Mapping[str, Any]) -> Float32Array | None:
     column = next((name for name in PROBABILITY_COLUMNS if name in row), None)
     value = row.get(column) if column else None
-    if not column or not value:
+    if not column or is_missing(value) or not value:
         return None
     way_out = "store one probability in (0, 1] for each token, or null for the whole row"
     if not isinstance(value, list):

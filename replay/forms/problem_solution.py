@@ -1,7 +1,7 @@
 """A problem with its solution: competition MATH, NuminaMath, NuminaMath-TIR, OpenMathReasoning.
 
 =================================================  ====================================================
-column (the first that is there)                   meaning
+column (the first that isn't blank)                meaning
 =================================================  ====================================================
 ``problem``                                        the question
 ``solution``, ``generated_solution``               the solution, which is a response to learn from;
@@ -40,13 +40,13 @@ from .row import (
 QUESTIONS = ("problem", "question")
 SOLUTIONS = ("solution", "generated_solution")
 ANSWERS = ("expected_answer", "answer")
-NO_ANSWER = ("proof", "notfound", "n/a", "")
+NO_ANSWER = ("proof", "notfound", "n/a")
 
 
 def read(row: Mapping[str, Any]) -> Content:
     column = first_filled(row, SOLUTIONS)
     solution = text(row, column) if column is not None else ""
-    answered = first_of(row, ANSWERS)
+    answered = first_filled(row, ANSWERS)
     if answered is None:
         answer = solution if "\\boxed" in solution or "\\fbox" in solution else ""
     elif str(row[answered]).strip().lower() in NO_ANSWER:

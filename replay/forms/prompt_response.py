@@ -1,7 +1,7 @@
 """A prompt with a response to learn from, and perhaps a gold answer.
 
 ===================================================  ==================================================
-column (the first that is there)                     meaning
+column (the first that isn't blank)                  meaning
 ===================================================  ==================================================
 ``prompt``, ``instruction``, ``query``               the question: text, or a list of messages
 ``input``, ``context``                               with ``instruction``: what it is about; may be blank

@@ -17,11 +17,13 @@ TOOL = "tool"
 """The role of a message with a tool's result."""
 SHOWN = 60
 SOURCES = ("data_source", "dataset", "source", "problem_source")
-"""Columns that may say where a row is from; the first one counts."""
+"""Columns that may say where a row is from; the first one that isn't blank counts."""
 GOLDS = ("gold", "ground_truth", "expected_answer")
-"""Columns that may hold the gold answer; the first one counts."""
+"""Columns that may hold the gold answer; the first one that isn't blank counts."""
 MAX_EXTRA = 1_000
 """Longest extra column that is kept, in characters of its JSON."""
+DEEPEST = 6
+"""Levels of nesting of a column that is kept; a record may have eight."""
 
 
 class Message(Struct, frozen=True, kw_only=True, gc=False):
@@ -113,7 +115,11 @@ def whole_messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     found = []
     for item in _items(row, column):
         # Parquet gives all messages of a column the same keys.
-        message = {str(key): plain(value) for key, value in item.items() if value is not None}
+        message = {
+            str(key): plain(value, travels=False)
+            for key, value in item.items()
+            if value is not None
+        }
         role, calls = message.get("role"), message.get("tool_calls")
         if role not in (*ROLES, TOOL):
             raise RowError(column, role, "isn't a role", f"use one of {', '.join((*ROLES, TOOL))}")
@@ -244,6 +250,21 @@ def gold(value: Any, column: str) -> str:
     return str(value)
 
 
+def truth(value: Any) -> bool | None:
+    """What a label says: true or false, which may be stored as 1 or 0 and as text; None if it says neither.
+
+    >>> [truth(label) for label in (True, 0, 1.0, "False", "1", "yes", -1, None)]
+    [True, False, True, False, True, None, None, None]
+    """
+    if isinstance(value, str):
+        return _TRUTHS.get(value.strip().lower())
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
+
+
+# Of a column with gaps pandas writes 1.0 and 0.0.
+_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
 def source_of(row: Mapping[str, Any]) -> str:
     """Where the row is from; empty if it doesn't say."""
     column = first_of(row, SOURCES)
@@ -303,21 +324,25 @@ def is_missing(value: Any) -> bool:
 
 
 def first_of(row: Mapping[str, Any], columns: Collection[str]) -> str | None:
-    """The first of these columns that the row has a value in."""
-    return next((column for column in columns if not is_missing(row.get(column))), None)
+    """The first of these columns that the row has a value in; one with a blank text only if no other has one."""
+    having = (column for column in columns if not is_missing(row.get(column)))
+    return first_filled(row, columns) or next(having, None)
 
 
 def first_filled(row: Mapping[str, Any], columns: Collection[str]) -> str | None:
     """The first of these columns that the row has a value in which isn't blank."""
-    filled = (name for name in columns if not is_missing(row.get(name)))
-    return next((name for name in filled if str(row[name]).strip()), None)
+    return next((name for name in columns if not _is_blank(row.get(name))), None)
+
+
+def _is_blank(value: Any) -> bool:
+    return is_missing(value) or (isinstance(value, str) and not value.strip())
 
 
 def others(row: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:
-    """The row's other columns as plain values, without empty and very long ones."""
+    """The row's other columns as plain values, without empty, very long and very deep ones."""
     kept = {}
     for name, value in row.items():
-        if name in used or value is None:
+        if name in used or is_missing(value) or is_deeper(value):
             continue
         simple = plain(value)
         if len(simple if isinstance(simple, str) else json.dumps(simple)) <= MAX_EXTRA:
@@ -325,12 +350,38 @@ def others(row: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:
     return kept
 
 
-def plain(value: Any) -> Any:
-    """A value that may travel; parquet's other types (dates, decimals) become text."""
+def plain(value: Any, *, travels: bool = True) -> Any:
+    """A value as JSON has it; parquet's other types (dates, decimals) become text.
+
+    Args:
+        value: any value of a row.
+        travels: whether records carry it, which hold no whole numbers beyond 64 bits: they become text too.
+    """
     if isinstance(value, dict):
-        return {str(name): plain(inner) for name, inner in value.items()}
+        return {str(name): plain(inner, travels=travels) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [plain(inner, travels=travels) for inner in value]
+    if travels and isinstance(value, int) and not has_64_bits(value):
+        return str(value)
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return str(value)
+
+
+def has_64_bits(value: int) -> bool:
+    """Whether a record can hold this whole number."""
+    return -(1 << 63) <= value < 1 << 64
+
+
+def is_deeper(value: Any, most: int = DEEPEST) -> bool:
+    """Whether a value has more levels of nesting than this; a text or a number is one level.
+
+    >>> is_deeper([[1]], 3), is_deeper([[1]], 2)
+    (False, True)
+    """
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        value = ()
+    # Not deeper than asked: a row may be nested deeper than functions can be.
+    return most < 1 or any(is_deeper(inner, most - 1) for inner in value)

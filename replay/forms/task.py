@@ -10,7 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from .form import Form
-from .row import Content, RowError, ability, gold_of, others, plain, present, source_of
+from .row import (
+    DEEPEST,
+    Content,
+    RowError,
+    ability,
+    gold_of,
+    is_deeper,
+    others,
+    plain,
+    present,
+    source_of,
+)
 
 USED = ("task", "environment", "gold", "data_source", "ability")
 
@@ -19,6 +30,8 @@ def _read(row: Mapping[str, Any]) -> Content:
     task = row["task"]
     if not isinstance(task, Mapping) or not task:
         raise RowError("task", task, "isn't an object", "store what the environment is given")
+    if is_deeper(task):
+        raise RowError("task", task, f"has over {DEEPEST} levels", "store deep values as JSON text")
     return Content(
         prompt=(),
         gold=gold_of(row),

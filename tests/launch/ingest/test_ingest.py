@@ -641,6 +641,32 @@ def test_tests_that_the_reward_runs_are_kept_however_long(made: Path) -> None:
     assert [problem.extra for problem in found.problems] == [{"tests": row["tests"]}] * 2
 
 
+def nested(levels: int) -> Any:
+    return 1 if levels == 1 else [nested(levels - 1)]
+
+
+def test_numbers_that_are_too_large_and_values_that_are_too_deep_keep_no_row_from_a_run(
+    made: Path,
+) -> None:
+    more = {"id": 10**30, "least": -(1 << 63), "most": (1 << 64) - 1, "deep": nested(7)}
+    more |= {"far": nested(700), "map": {"a": {"b": [-(10**30), nested(3)]}}}
+    own_rows(made, {"question": "1+2=?<think>", "answer": "3", **more})
+    verl = {"prompt": "1+2=?<think>", "data_source": "own", "reward_model": {"ground_truth": "3"}}
+    (made / "verl.jsonl").write_text(json.dumps({**verl, "extra_info": more}) + "\n")
+    own = ["data.train=[{path: d/own.jsonl}, {path: d/verl.jsonl}]", "data.evaluate=[]"]
+    own.append("expert.per_group=0")
+    reward = 'reward.components=[{name: accuracy}, {name: "my.module:function", form: text}]'
+    for found in (prepared(*own), prepared(*own, reward)):
+        for problem in found.problems:
+            assert {name: problem.extra.get(name) for name in more} == {
+                **more,
+                "id": "1" + "0" * 30,
+                "deep": None,
+                "far": None,
+                "map": {"a": {"b": ["-1" + "0" * 30, nested(3)]}},
+            }
+
+
 # --- responses that the data judge ---
 
 
@@ -717,7 +743,7 @@ def test_a_response_that_is_labelled_false_is_wrong_whatever_its_columns_are_cal
     asked = "1+2=?<think>"
     said = [{"role": "user", "content": asked}, {"role": "assistant", "content": "4"}]
     for row in ({"instruction": asked, "output": "4"}, {"messages": said}):
-        own_rows(made, {**row, "label": False}, {**row, "label": True})
+        own_rows(made, {**row, "label": 0}, {**row, "label": True})
         found = judged(offline("kto", "learner.objective.advantage=none"))
         assert [verdict for _, _, verdict, _, _ in found] == ["wrong", "correct"]
         assert [place for place, *_ in judged(offline("sft"))] == ["own/1#0"]

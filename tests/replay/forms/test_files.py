@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -62,6 +63,22 @@ def test_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [row.content.gold for row in read_rows(path)] == ["2", "4", "6"]
 
 
+def test_a_piece_of_an_array_is_not_copied_for_each_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lengths = set()
+
+    class Watched(json.JSONDecoder):
+        def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+            lengths.add(len(s))
+            return super().raw_decode(s, idx)
+
+    path = write_array(tmp_path / "a.json", GOOD * 100)
+    monkeypatch.setattr(json, "JSONDecoder", Watched)
+    assert len(list(read_rows(path))) == 300
+    assert lengths == {path.stat().st_size}
+
+
 def test_a_damaged_array_says_after_which_row(tmp_path: Path):
     path = write_array(tmp_path / "a.json", GOOD)
     path.write_text(path.read_text().rstrip("]\n")[:-3])
@@ -92,6 +109,16 @@ def test_other_files_are_refused(data: bytes, message: str, tmp_path: Path):
     (tmp_path / "a").write_bytes(data)
     with pytest.raises(DataError, match=message):
         list(read_rows(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("place", [2, 20, -6])
+def test_a_damaged_gzip_file_is_named(place: int, tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl.gz", GOOD * 100)
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz can't be read: "):
+        list(read_rows(path))
 
 
 def test_a_folder_is_its_data_files_by_name(tmp_path: Path):
@@ -147,8 +174,53 @@ def test_csv_is_read_by_its_name_under_its_header(tmp_path: Path) -> None:
         {"id": "1", "prompts_final": "two\nlines, one cell"}
     ]
     path.write_bytes(b"id\n\xff\n")
-    with pytest.raises(DataError, match="can't be read as CSV"):
+    with pytest.raises(DataError, match=r"can't be read as CSV after line 0: .* as UTF-8"):
         list(files_module.raw_rows(path))
+
+
+def test_a_field_of_csv_may_be_long_and_one_that_is_too_long_is_told_by_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.csv"
+    long = "x" * 200_000
+    path.write_text(f'prompt,response\nq,"two\nlines"\nq,{long}\n')
+    assert [row.content.target for row in read_rows(path)] == ["two\nlines", long]
+    monkeypatch.setattr(files_module, "MAX_ROW_CHARACTERS", 1000)
+    with pytest.raises(DataError, match=r"a\.csv line 4 can't be read as CSV: field larger than"):
+        list(read_rows(path))
+    monkeypatch.undo()
+    assert len(list(read_rows(path))) == 2  # The limit is the process's, and is set anew.
+
+
+def test_a_row_of_csv_with_another_number_of_fields_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('question,answer\nWhat is 1,000+1?,1001\n\n"What is 1,000+1?",1001\nWhat is\n')
+    left_out = LeftOut()
+    (row,) = read_rows(path, left_out=left_out)
+    assert (row.content.prompt[0].content, row.content.gold) == ("What is 1,000+1?", "1001")
+    assert left_out.counts == {
+        "row has more fields than the header": 1,
+        "row has fewer fields than the header": 1,
+    }
+    with pytest.raises(DataError, match=r"a\.csv row 0, .*: put texts with commas .* into double"):
+        list(read_rows(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "target"),
+    [
+        ("problem,solution,expected_answer,answer\nq,s,,5\n", "5", "s"),
+        ("problem,solution,answer\nq,\\boxed{5},\n", "\\boxed{5}", "\\boxed{5}"),
+        ("prompt,response,gold\nq,r,\n", "", "r"),
+        ("question,answer,ability\nq,5, \n", "5", None),
+    ],
+)
+def test_an_empty_cell_of_csv_is_no_value(
+    text: str, gold: str, target: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    (row,) = read_rows(tmp_path / "a.csv")
+    assert (row.content.gold, row.content.target, row.content.extra) == (gold, target, {})
 
 
 def test_a_folder_is_all_data_files_in_it_csv_too(tmp_path: Path) -> None:

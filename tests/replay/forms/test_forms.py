@@ -95,8 +95,14 @@ def test_the_question_is_the_same_in_every_form(name: str, tmp_path: Path):
         assert row.content.target == solution(600)
 
 
-@pytest.mark.parametrize("label", [True, False])
-def test_a_label_counts_with_every_prompt_and_response(label: bool, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("given", "label"),
+    [
+        *((True, True), (1, True), ("True", True), ("1", True)),
+        *((False, False), (0, False), (0.0, False), ("false", False), ("0", False)),
+    ],
+)
+def test_a_label_counts_with_every_prompt_and_response(given: Any, label: bool, tmp_path: Path):
     said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "5"}]
     rows: list[dict[str, Any]] = [
         {"instruction": "2+2?", "output": "5"},
@@ -105,7 +111,7 @@ def test_a_label_counts_with_every_prompt_and_response(label: bool, tmp_path: Pa
         {"messages": said},
     ]
     for number, row in enumerate(rows):
-        path = write_lines(tmp_path / f"{number}.jsonl", [{**row, "label": label}])
+        path = write_lines(tmp_path / f"{number}.jsonl", [{**row, "label": given}])
         (found,) = all_of(path)
         content = found.content
         assert (content.prompt[-1].content, content.target) == ("2+2?", "5")
@@ -126,6 +132,22 @@ def test_a_label_of_a_conversation_is_about_its_last_answer_and_otherwise_a_colu
     found = [row.content for row in all_of(write_lines(tmp_path / "a.jsonl", rows))]
     assert [content.label for content in found] == [None, None]
     assert [content.extra for content in found] == [{"label": False}, {"label": "sums"}]
+
+
+@pytest.mark.parametrize("label", [2, -1, 0.5, "2", 10**30])
+def test_a_number_that_is_no_label_is_refused(label: Any, tmp_path: Path):
+    rows = [
+        {"prompt": "2+2?", "completion": "5", "label": label},
+        {"messages": [said("user", "2+2?"), said("assistant", "5")], "label": label},
+    ]
+    for row in rows:
+        with pytest.raises(DataError, match="isn't true or false: store a boolean, or "):
+            all_of(write_lines(tmp_path / "a.jsonl", [row]))
+
+
+def test_csv_may_hold_labels(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("prompt,completion,label\n2+2?,4,True\n2+2?,5,0\n")
+    assert [row.content.label for row in all_of(tmp_path / "a.csv")] == [True, False]
 
 
 def test_the_rationale_of_gsm8k_loses_its_annotations(tmp_path: Path):
@@ -353,6 +375,29 @@ def test_a_form_can_be_a_function_of_the_users(tmp_path: Path, monkeypatch: pyte
         list(read_rows(path, "own_forms:write"))
 
 
+def test_numbers_beyond_64_bits_stay_numbers_where_a_template_writes_them(tmp_path: Path):
+    call = {"function": {"name": "pay", "arguments": {"wei": 10**21}}}
+    row = {"messages": [said("user", "q"), said("assistant", "", tool_calls=[call])]}
+    (found,) = read_rows(write_lines(tmp_path / "a.jsonl", [row]), whole=True)
+    assert found.content.turns[0]["tool_calls"] == [call]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"nums": [10**30, 1], "target": 2}, "nums isn't a list of whole numbers of 64 bits"),
+        ({"nums": [1, 1], "target": 10**30}, "target isn't a whole number of 64 bits"),
+        ({"task": {"a": [[[[[1]]]]]}}, "task has over 6 levels"),
+    ],
+)
+def test_a_row_that_needs_what_no_record_can_hold_is_left_out(
+    row: dict[str, Any], reason: str, tmp_path: Path
+):
+    left_out = LeftOut()
+    assert list(read_rows(write_lines(tmp_path / "a.jsonl", [row]), left_out=left_out)) == []
+    assert left_out.counts == {reason: 1}
+
+
 NAN, INFINITY = float("nan"), float("inf")
 
 
@@ -367,6 +412,29 @@ def test_nan_is_no_value(tmp_path: Path):
     assert [content.gold for content in found] == ["", "2", "\\boxed{2}", ""]
     assert [content.data_source for content in found] == [""] * 4
     assert found[3].prompt[0].content == "Add.\n\n1, 1"
+    assert [content.extra for content in found] == [{}] * 4
+    talk = {"messages": [said("user", "1+1"), said("assistant", "2")], "tools": NAN, "level": NAN}
+    (row,) = read_rows(write_lines(tmp_path / "a.jsonl", [talk]), whole=True)
+    assert (row.content.tools, row.content.extra) == ((), {})
+
+
+BLANK = [
+    ({"problem": "q", "solution": "s", "expected_answer": "", "answer": "5"}, "5", "s"),
+    ({"problem": "q", "solution": "\\boxed{5}", "answer": " "}, "\\boxed{5}", "\\boxed{5}"),
+    ({"prompt": "q", "response": "r", "gold": "", "ground_truth": "5"}, "5", "r"),
+    ({"prompt": "", "instruction": "q", "response": " ", "output": "r"}, "", "r"),
+    ({"question": "", "problem": "q", "answer": "", "ground_truth": "5"}, "5", None),
+    ({"prompt": "", "input": "q", "chosen": "r", "rejected": "s"}, "", "r"),
+]
+
+
+@pytest.mark.parametrize(("row", "gold", "target"), BLANK)
+def test_a_blank_text_stands_in_no_other_columns_way(
+    row: dict[str, Any], gold: str, target: str | None, tmp_path: Path
+):
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert found.content.prompt[0].content == "q"
+    assert (found.content.gold, found.content.target) == (gold, target)
 
 
 @pytest.mark.parametrize(

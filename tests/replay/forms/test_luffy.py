@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from form_rows import write_lines
 
 from tandem.common.errors import DataError
 from tandem.replay.forms import Content, Message
@@ -74,6 +75,17 @@ def test_a_target_may_be_null_or_absent_or_an_empty_list(write: Write):
     assert [r.target for r in read_rows(write(a_row(), a_row(target=None)))][1] is None
     assert read_rows(write(a_row(target=...)))[0].target is None
     assert read_rows(write(a_row(), a_row(target=[])))[1].target is None
+
+
+def test_nan_and_an_empty_target_are_no_values(tmp_path: Path):
+    nan = float("nan")
+    missing = a_row(target=nan, extra_info=nan, ability=nan)
+    without = a_row(target_probs=nan, extra_info={"index": 4, "split": nan})
+    path = write_lines(tmp_path / "a.jsonl", [missing, without, a_row(target="")])
+    rows = read_rows(path)
+    assert [row.target for row in rows] == [None, "<think>\n2", None]
+    assert [row.target_logprobs for row in rows] == [None] * 3
+    assert [row.extra for row in rows[:2]] == [{}, {"index": 4}]
 
 
 def test_ability_and_extra_info_may_be_absent(write: Write):
