@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from engine_calls import collect, in_engine
 
-from tandem.common.errors import WeightsError
+from tandem.common.errors import TandemError, WeightsError
 from tandem.common.records import FinishReason, Sample, SamplingParams, Source, Version
 from tandem.rollout.engine import (
     Engine,
@@ -429,6 +431,80 @@ def test_leaving_the_iterator_aborts_what_is_left(new_engine: NewEngine, tiny: A
         return int(engine.stats().decode_steps)
 
     assert in_engine(new_engine(tiny.model()), scenario) < 200
+
+
+class Slow(NamedWeights):
+    """Weights whose loading occupies the decode thread until it is told to go on."""
+
+    go_on = threading.Event()
+
+    def tensors(self) -> Any:
+        assert self.go_on.wait(30)
+        return super().tensors()
+
+
+@contextlib.asynccontextmanager
+async def occupied(engine: Any, tiny: Any) -> AsyncIterator[None]:
+    """The decode thread gets to nothing else within it."""
+    Slow.go_on.clear()
+    loading = asyncio.create_task(engine.load(Slow(tiny.weights(tiny.model())), V2))
+    await asyncio.sleep(0.05)
+    try:
+        yield
+    finally:
+        Slow.go_on.set()
+        await loading
+
+
+async def cancelled(*asked: Awaitable[Any]) -> None:
+    """Asks, and is cancelled a moment later."""
+    tasks = [asyncio.ensure_future(one) for one in asked]
+    await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda e: e.score([prompt(20)]),
+        lambda e: e.rank([prompt(20)], 2),
+        lambda e: collect(e, asks("0-1")),
+        lambda e: e.hold(60.0),
+        lambda e: e.abort(["0-1"]),
+        lambda e: e.pause(),
+    ],
+    ids=["score", "rank", "generate", "hold", "abort", "pause"],
+)
+def test_whoever_is_cancelled_ends_alone(keyed_engine: NewEngine, tiny: Any, asked: Any) -> None:
+    async def scenario(engine: Any) -> FinishedGroup:
+        async with occupied(engine, tiny):
+            await cancelled(asked(engine), asked(engine))
+        return (await collect(engine, asks("0-0", urgent=True)))["0-0"]
+
+    assert in_engine(keyed_engine(tiny.model()), scenario).error is None
+
+
+def test_a_decode_thread_that_fails_says_so_to_all_who_wait(
+    keyed_engine: NewEngine, tiny: Any
+) -> None:
+    async def scenario(engine: Any) -> str:
+        running = asyncio.create_task(collect(engine, asks("0-0", count=8, new=200)))
+        while engine.stats().decode_steps < 2:
+            await asyncio.sleep(0)
+        engine._may_begin = None
+        assert "TypeError" in ((await running)["0-0"].error or "")
+        while not engine.broken:
+            await asyncio.sleep(0)
+        with pytest.raises(TandemError, match="TypeError"):
+            await collect(engine, asks("0-1"))
+        return str(engine.broken)
+
+    engine = keyed_engine(tiny.model())
+    assert engine.broken == ""
+    assert "the decode thread has failed: TypeError" in in_engine(engine, scenario)
 
 
 def test_a_request_that_cannot_be_generated_fails_alone(new_engine: NewEngine, tiny: Any) -> None:
