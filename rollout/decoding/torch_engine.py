@@ -27,7 +27,7 @@ from ...common.config.learner import LoraConfig
 from ...common.errors import OutOfMemoryError, TandemError
 from ...common.memory import is_out_of_memory, what_was_asked
 from ...common.records import FinishReason, Float32Array, Int32Array, Version
-from ..contract import NOTHING, Response, Running, enter, fitting, refusal, stream
+from ..contract import NOTHING, Response, Running, enter, fitting, ids_of, refusal, stream
 from ..engine import (
     EngineStats,
     FinishedGroup,
@@ -161,9 +161,9 @@ class TorchEngine:
     async def _take_in(self, groups: list[Running]) -> None:
         await self._ask(lambda: self._submit(groups))
 
-    def _leave(self, group_ids: set[str]) -> None:
+    def _leave(self, groups: set[Running]) -> None:
         if self._thread is not None:
-            self._post(lambda: self._abort(group_ids))
+            self._post(lambda: self._abort(ids_of(groups, self._groups)))
 
     async def abort(self, group_ids: Iterable[str]) -> None:
         """Ends groups at the next token step."""

@@ -487,6 +487,43 @@ def test_whoever_is_cancelled_ends_alone(keyed_engine: NewEngine, tiny: Any, ask
     assert in_engine(keyed_engine(tiny.model()), scenario).error is None
 
 
+def test_groups_of_a_caller_cancelled_while_they_are_taken_in_are_aborted(
+    keyed_engine: NewEngine, tiny: Any
+) -> None:
+    async def scenario(engine: Any) -> tuple[int, int]:
+        await engine.pause()
+        taking_in = engine._take_in
+
+        async def slowly(groups: Any) -> None:
+            await taking_in(groups)
+            await asyncio.sleep(30)
+
+        engine._take_in = slowly
+        await cancelled(collect(engine, asks("0-0", new=200)))
+        await engine.resume()
+        engine._take_in = taking_in
+        return engine.stats().waiting_groups, len(await collect(engine, asks("0-0", new=2)))
+
+    assert in_engine(keyed_engine(tiny.model()), scenario) == (0, 1)
+
+
+def test_a_group_refused_for_its_id_leaves_the_one_that_runs(
+    new_engine: NewEngine, tiny: Any
+) -> None:
+    async def scenario(engine: Any) -> FinishedGroup:
+        await engine.pause()
+        first = asyncio.create_task(collect(engine, asks("0-0")))
+        while not engine.stats().waiting_groups:
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="0-0"):
+            await collect(engine, asks("0-0"))
+        await engine.resume()
+        return (await first)["0-0"]
+
+    group = in_engine(new_engine(tiny.model()), scenario)
+    assert all(sample.finish_reason is not FinishReason.ABORT for sample in group.samples)
+
+
 def test_a_decode_thread_that_fails_says_so_to_all_who_wait(
     keyed_engine: NewEngine, tiny: Any
 ) -> None:
