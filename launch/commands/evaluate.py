@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from ..wording import shown
 from .options import output_file
 
 if TYPE_CHECKING:
-    from ...common.config import Config, EvalSetConfig
+    from ...common.config import Config, EvalSetConfig, EvaluateConfig
     from ...replay.evaluating.evaluated import Plan
     from ...rollout.evaluate.elsewhere import Elsewhere
     from ...rollout.evaluate.evaluation import Evaluation
@@ -156,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
         output_file(out)
     if arguments.recompute:
         return _recompute(arguments)
-    arguments.before = argparse.Namespace(**vars(arguments))
+    arguments.before, arguments.by_plan = argparse.Namespace(**vars(arguments)), {}
     if arguments.plan:
         _read_plan(arguments)
     lists = ("model", "data", "temperature", "top_p", "template")
@@ -180,6 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cells(arguments: argparse.Namespace) -> int:
+    from ...common.config import of_set
     from ...replay.evaluating.evaluated import EvaluationFolder
     from ...replay.inspecting.rows import evaluation_logs
     from ..evaluation.plan import prepare, same_models
@@ -196,7 +198,7 @@ def _cells(arguments: argparse.Namespace) -> int:
     if arguments.to:
         asked = same_models(asked, EvaluationFolder(Path(arguments.to).expanduser()))
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
-    _note_greedy(list(asked.temperatures), list(asked.top_p), config)
+    _note_greedy(of_set(config, one).evaluate for one in asked.benchmarks)
     exports = Path(arguments.exports or Path(arguments.to or OUT) / "models").expanduser()
     with prepare(asked, config, exports, run_folder) as prepared:
         place = Path(arguments.to).expanduser() if arguments.to else OUT / _short(prepared.plan)
@@ -265,20 +267,15 @@ def _print(
 
 
 def _read_plan(arguments: argparse.Namespace) -> None:
-    """Adds what the YAML lists to what the options name."""
+    """Adds the models, benchmarks and settings of the YAML to what the options name; ``by_plan`` is the rest."""
     from ...common.config import read_yaml
-    from ..evaluation.plan import from_yaml
+    from ..evaluation.plan import SEVERAL, from_yaml
 
-    content = read_yaml(Path(arguments.plan).expanduser())
-    lists = from_yaml(content, arguments.plan)
+    lists = from_yaml(read_yaml(Path(arguments.plan).expanduser()), arguments.plan)
     arguments.model = [*(arguments.model or ()), *map(str, lists["models"])]
     arguments.benchmark = [*(arguments.benchmark or ()), *lists["benchmarks"]]
-    arguments.temperature = [*(arguments.temperature or ()), *lists["temperatures"]]
-    arguments.top_p = [*(arguments.top_p or ()), *lists["top_p"]]
-    arguments.template = [*(arguments.template or ()), *map(str, lists["templates"])]
-    for key in ("samples", "limit"):
-        if getattr(arguments, key) is None and content.get(key) is not None:
-            setattr(arguments, key, content[key])
+    arguments.by_plan = {key: lists[name] for key, name in SEVERAL.items()}
+    arguments.by_plan |= {"samples": lists["samples"], "limit": lists["limit"]}
     # First: of two values of a setting the later one counts, and what the command line says overrides the file.
     arguments.words = [*lists["settings"], *arguments.words]
 
@@ -299,7 +296,7 @@ def _sets(arguments: argparse.Namespace, config: Config) -> list[EvalSetConfig]:
 
 
 def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | None) -> Asked:
-    from ..evaluation.plan import Asked, benchmark, distinct
+    from ..evaluation.plan import SEVERAL, Asked, benchmark, distinct, ways
 
     models = list(arguments.model or ())
     if not models and folder is not None:
@@ -307,25 +304,22 @@ def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | No
     if not models:
         raise ConfigError("name the models with --model DIR, or a run with --run DIR")
     given = [*(arguments.benchmark or ()), *(arguments.data or ())]
-    sets = [
-        one for name in given for one in benchmark(name, form=arguments.form, limit=arguments.limit)
-    ]
+    sets = [one for name in given for one in benchmark(name, form=arguments.form)]
+    values = {key: getattr(arguments, key) or [] for key in SEVERAL}
+    for key in ("samples", "limit"):
+        values[key] = [] if getattr(arguments, key) is None else [getattr(arguments, key)]
+    otherwise = arguments.by_plan
     if not sets:
         if folder is None:
             raise ConfigError(
                 "name the problems with --benchmark NAME or --data FILE, or a run with --run DIR"
             )
-        named = _sets(arguments, config)
-        sets = [one.model_copy(update={"limit": arguments.limit or one.limit}) for one in named]
-    sets = distinct(sets)
-    if arguments.samples is not None:
-        sets = [one.model_copy(update={"samples": arguments.samples}) for one in sets]
+        sets = _sets(arguments, config)
+        # A plan stands above what the run says of its own sets, as it stands above the run's other settings.
+        values = {key: [*own, *otherwise.get(key, ())] for key, own in values.items()}
     return Asked(
         models=tuple(dict.fromkeys(models)),
-        benchmarks=tuple(sets),
-        temperatures=tuple(dict.fromkeys(arguments.temperature or (None,))),
-        top_p=tuple(dict.fromkeys(arguments.top_p or (None,))),
-        templates=tuple(dict.fromkeys(arguments.template or (None,))),
+        benchmarks=tuple(way for one in distinct(sets) for way in ways(one, values, otherwise)),
         second_mode=arguments.second_grader,
         token_ids=arguments.token_ids,
         endpoint=arguments.endpoint,
@@ -402,11 +396,9 @@ def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:
     )
 
 
-def _note_greedy(temperatures: list[Any], top_p: list[Any], config: Config) -> None:
-    sampling = config.evaluate
-    greedy = any((sampling.temperature if t is None else t) == 0 for t in temperatures)
-    narrow = [p for p in (sampling.top_p if p is None else p for p in top_p) if p < 1]
-    if greedy and narrow:
+def _note_greedy(samplings: Iterable[EvaluateConfig]) -> None:
+    narrow = [one.top_p for one in samplings if one.temperature == 0 and one.top_p < 1]
+    if narrow:
         print(
             f"note: temperature 0 takes the most likely token, so that top_p="
             f"{narrow[0]:g} changes nothing: give --temperature too",
@@ -419,7 +411,7 @@ def _note_greedy(temperatures: list[Any], top_p: list[Any], config: Config) -> N
 
 def _one(arguments: argparse.Namespace) -> int:
     config, folder = _config(arguments)
-    _note_greedy([None], [None], config)
+    _note_greedy([config.evaluate])
     model = arguments.model[0] if arguments.model else str(folder.model) if folder else None
     if model is None:
         raise ConfigError("name the model with --model DIR, or a run with --run DIR")

@@ -116,8 +116,8 @@ def test_the_command_line_overrides_a_plans_settings(folder: Path) -> None:
             "rollout.max_new_tokens": "64",
             "run.seed": "2",
         }
-        assert arguments.temperature == [0, 0.6]
-        assert arguments.samples == 4
+        assert arguments.by_plan["temperature"] == [0, 0.6]
+        assert arguments.by_plan["samples"] == [4]
 
 
 def test_one_setting_of_a_plan_needs_no_list(folder: Path) -> None:
