@@ -64,6 +64,8 @@ class Running:
     """Responses of ended samples, by index."""
     error: str | None = None
     """Why the group failed."""
+    refused: bool = False
+    """Whether its request can't be generated at all."""
     stops: StopStrings | None = None
     """Finds its stop strings; None if it has none."""
 
@@ -172,7 +174,9 @@ def finished_group(group: Running, tokenizer: Any) -> FinishedGroup:
     """The result of a group that has ended, for its caller: its samples in order, or its error."""
     request = group.request
     if group.error is not None:
-        return FinishedGroup(group_id=request.group_id, samples=(), error=group.error)
+        return FinishedGroup(
+            group_id=request.group_id, samples=(), error=group.error, refused=group.refused
+        )
     prefixes = [request.prefix(i) for i in range(request.count)]
     recorded = [request.recorded(i) for i in range(request.count)]
     responses = [group.finished[i] for i in range(request.count)]

@@ -364,6 +364,7 @@ class TorchEngine:
         enter(groups, self._groups)
         for group in groups:
             group.error = refusal(group.request, self._facts)
+            group.refused = group.error is not None
             if group.error is not None or group.request.count == 0:
                 self._deliver(group)
             elif group.request.urgent:

@@ -273,11 +273,11 @@ class VllmEngine:
     async def _submit(self, groups: list[_Running]) -> None:
         enter(groups, self._groups)
         for group in groups:
-            group.error = (
-                self.broken
-                or refusal(group.request, self._facts)
-                or too_cold("temperature", group.request.sampling.temperature)
+            group.error = refusal(group.request, self._facts) or too_cold(
+                "temperature", group.request.sampling.temperature
             )
+            group.refused = bool(group.error)
+            group.error = group.error or self.broken or None
             if group.error is not None or group.request.count == 0:
                 self._deliver(group)
             elif self._may_begin(group):

@@ -555,7 +555,7 @@ def test_a_request_that_cannot_be_generated_fails_alone(new_engine: NewEngine, t
     assert groups["0-0"].error is None
     for request, word in zip(bad, ("context", "end token", "outside", "no tokens"), strict=True):
         group = groups[request.group_id]
-        assert group.samples == ()
+        assert (group.samples, group.refused) == ((), True)
         assert word in (group.error or "")
 
 

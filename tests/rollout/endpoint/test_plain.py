@@ -388,6 +388,21 @@ def test_an_engine_without_ranks_says_so(serving: Any, monkeypatch: pytest.Monke
     scenario(serving, body)
 
 
+def test_what_the_engine_refuses_is_the_clients_mistake(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.rollout.decoding import torch_engine
+
+    monkeypatch.setattr(torch_engine, "refusal", lambda *_: "temperature 0.001 is too cold")
+
+    async def body(client: Client, served: Any) -> None:
+        status, answer = await client.post("/v1/completions", prompt="12", temperature=0.001)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert answer["error"]["message"] == "temperature 0.001 is too cold"
+
+    scenario(serving, body)
+
+
 def test_an_error_that_nobody_has_foreseen_is_told_in_openais_form(
     serving: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
