@@ -537,6 +537,35 @@ def test_a_server_elsewhere_answers_and_is_asked_again(
     assert "secret" not in Path("out/plan.json").read_text()
 
 
+def test_what_a_server_refuses_costs_nothing_else_and_is_asked_again(
+    tmp_path: Path,
+    server: tuple[str, type[Server]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, handler = server
+    handler.refuse[:] = [400, 400]
+    for name in "ab":
+        rows = [{"question": f"{name}{n}?", "answer": "42"} for n in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    words = ["evaluate", "--endpoint", url, "--model", "big", "--parallel", "1", "--to", "out"]
+    words += ["--benchmark", "a.jsonl", "--benchmark", "b.jsonl", "--temperature", "0.6"]
+    words += ["--samples", "1"]
+    assert cli.main(words) == 1
+    said = capsys.readouterr().err
+    assert "2 samples can't be made, and all others are kept: big.a." in said
+    assert "status 400" in said
+    assert "lower rollout.max_new_tokens" in said
+    assert len(handler.asked) == 6
+    assert cli.main(words) == 0
+    assert len(handler.asked) == 8
+    # Whoever isn't let in would be refused with every prompt.
+    handler.refuse[:] = [401]
+    assert cli.main([*words, "--to", "other"]) == 1
+    assert "can't be made" not in capsys.readouterr().err
+
+
 def test_a_server_is_asked_to_begin_no_answer_of_a_conversation_with_a_prefill(
     tmp_path: Path,
     server: tuple[str, type[Server]],
