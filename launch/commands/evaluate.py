@@ -42,6 +42,8 @@ _SAMPLING = {
 """Settings of the section ``evaluate`` that are also options; they may be given several times."""
 OUT = Path("evaluations")
 """Where evaluations go by default."""
+PARALLEL, REQUEST_SECONDS = 32, 600.0
+"""What ``--parallel`` and ``--request-seconds`` are by default."""
 LONGEST_REQUEST = 1_000_000
 """Seconds; sockets take no endless time."""
 
@@ -117,14 +119,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-env", metavar="NAME", help="environment variable with the server's key"
     )
     parser.add_argument(
-        "--parallel", type=int, default=32, metavar="N", help="requests to the server at a time"
+        "--parallel",
+        type=int,
+        metavar="N",
+        help=f"requests to the server at a time (default: {PARALLEL})",
     )
     parser.add_argument(
         "--request-seconds",
         type=float,
-        default=600.0,
         metavar="S",
-        help="time that the server has for one answer (default: %(default)g)",
+        help=f"time that the server has for one answer (default: {REQUEST_SECONDS:g})",
     )
     parser.add_argument(
         "--second-grader", metavar="MODE", help="another reward.mode, whose verdicts stand beside"
@@ -147,11 +151,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 130 if it was interrupted and the same command goes on."""
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit {arguments.limit}: at least 1 problem is needed")
-    if arguments.workers < 1 or arguments.parallel < 1:
+    if arguments.workers < 1 or (arguments.parallel is not None and arguments.parallel < 1):
         raise ConfigError("--workers and --parallel are at least 1")
-    if not 0 < arguments.request_seconds <= LONGEST_REQUEST:
+    seconds = arguments.request_seconds
+    if seconds is not None and not 0 < seconds <= LONGEST_REQUEST:
         raise ConfigError(
-            f"--request-seconds {arguments.request_seconds:g} should be above 0, and at most {LONGEST_REQUEST:,}"
+            f"--request-seconds {seconds:g} should be above 0, and at most {LONGEST_REQUEST:,}"
         )
     for out in arguments.out or ():
         output_file(out)
@@ -160,6 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.before, arguments.by_plan = argparse.Namespace(**vars(arguments)), {}
     if arguments.plan:
         _read_plan(arguments)
+    _refuse_idle(arguments)
     lists = ("model", "data", "temperature", "top_p", "template")
     if arguments.endpoint and (arguments.workers > 1 or arguments.token_ids):
         raise ConfigError(
@@ -175,6 +181,25 @@ def run(arguments: argparse.Namespace) -> int:
     if kept or several or live or arguments.workers > 1:
         return _cells(arguments)
     return _one(arguments)
+
+
+def _refuse_idle(arguments: argparse.Namespace) -> None:
+    """Refuses options that would change nothing beside the others."""
+    named = arguments.data or arguments.benchmark
+    if arguments.set and named:
+        raise ConfigError(
+            f"--set {arguments.set[0]} is a set of the run's, and --data, --benchmark or the plan names {named[0]}: "
+            f"leave one of them out"
+        )
+    if arguments.form and not named:
+        raise ConfigError(
+            f"--form {arguments.form} is the form of a file's rows: name the file with --data or --benchmark"
+        )
+    for name in ("api_key_env", "parallel", "request_seconds"):
+        if getattr(arguments, name) is not None and not arguments.endpoint:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a server: name it with --endpoint"
+            )
 
 
 # --- several cells, whose samples are kept ---------------------------------------------------
@@ -343,17 +368,7 @@ def _again(arguments: argparse.Namespace) -> list[str]:
     for name in ("model", "data", "benchmark", "temperature", "top_p", "template", "set"):
         for value in getattr(arguments, name) or ():
             words += [f"--{name.replace('_', '-')}", str(value)]
-    for name in (
-        "plan",
-        "form",
-        "run",
-        "limit",
-        "samples",
-        "endpoint",
-        "api_key_env",
-        "parallel",
-        "second_grader",
-    ):
+    for name in ("plan", "form", "run", "limit", "samples", "second_grader"):
         if (value := getattr(arguments, name)) is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
     return [*words, *(["--token-ids"] if arguments.token_ids else [])]
@@ -391,8 +406,8 @@ def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:
         model,
         arguments.endpoint,
         key_variable=arguments.api_key_env,
-        parallel=arguments.parallel,
-        seconds=arguments.request_seconds,
+        parallel=arguments.parallel or PARALLEL,
+        seconds=arguments.request_seconds or REQUEST_SECONDS,
     )
 
 
