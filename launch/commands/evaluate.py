@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ...rollout.evaluate.elsewhere import Elsewhere
     from ...rollout.evaluate.evaluation import Evaluation
     from ..evaluation.plan import Asked
-    from ..plan.hardware import GpuName
 
 _SAMPLING = {
     "temperature": (float, "0 takes the most likely token"),
@@ -211,14 +210,14 @@ def _cells(arguments: argparse.Namespace) -> int:
     from ...replay.inspecting.rows import evaluation_logs
     from ..evaluation.plan import prepare, same_models
     from ..evaluation.report import summarise, table
-    from ..evaluation.run import Workers, add_times, begin, finish, left, owned, work
+    from ..evaluation.run import Workers, add_times, begin, finish, gpus_of, left, owned, work
     from ..host.environments import check_environments
 
     out = _only(arguments.out)
     config, run_folder = _config(arguments, every=True)
     check_environments(config)
     several = arguments.workers > 1
-    gpus = _gpus_of(arguments.workers, config.rollout.gpus_per_worker) if several else []
+    gpus = gpus_of(arguments.workers, config.rollout.gpus_per_worker) if several else []
     asked = _asked(arguments, config, run_folder)
     if arguments.to:
         asked = same_models(asked, EvaluationFolder(Path(arguments.to).expanduser()))
@@ -379,24 +378,6 @@ def _as_worker() -> None:
     import signal
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
-def _gpus_of(workers: int, each: int) -> list[list[GpuName]]:
-    """The GPUs of each worker's engine; empty on a machine without any.
-
-    Raises:
-        ConfigError: there are too few for so many workers.
-    """
-    from ..plan.hardware import machine
-
-    here = machine()
-    names = [gpu.told for gpu in here.gpus]
-    if names and workers * each > len(names):
-        raise ConfigError(
-            f"--workers {workers} needs {workers * each} GPUs (rollout.gpus_per_worker={each}) and this machine has "
-            f"{len(names)} ({here}): lower --workers or rollout.gpus_per_worker"
-        )
-    return [names[n * each : (n + 1) * each] for n in range(workers)] if names else []
 
 
 def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:

@@ -122,8 +122,8 @@ def ways(held_out: EvalSetConfig, given: Values, otherwise: Values) -> list[Eval
         ]
     except ValidationError as error:
         wrong = error.errors()[0]
-        name, value = wrong["loc"][0], wrong["input"]
-        raise ConfigError(f"{held_out.name}: {name} {value!r}: {wrong['msg']}") from None
+        what = f"{wrong['loc'][0]} {wrong['input']!r}"
+        raise ConfigError(f"{held_out.name}: {what}: {wrong['msg']}") from None
 
 
 def _stem(path: str) -> str:

@@ -34,7 +34,7 @@ from ...replay.evaluating.evaluated import (
     write_parquet,
     write_samples,
 )
-from ..plan.hardware import GpuName
+from ..plan.hardware import GpuName, machine
 from ..progress import Progress
 from ..run.processes.parts import seeing
 from .parts import Samples
@@ -244,6 +244,22 @@ async def _by_engine(
 
 
 # --- in several processes --------------------------------------------------------------------
+
+
+def gpus_of(workers: int, each: int) -> list[list[GpuName]]:
+    """The GPUs of each worker's engine; empty on a machine without any.
+
+    Raises:
+        ConfigError: there are too few for so many workers.
+    """
+    here = machine()
+    names = [gpu.told for gpu in here.gpus]
+    if names and workers * each > len(names):
+        raise ConfigError(
+            f"--workers {workers} needs {workers * each} GPUs (rollout.gpus_per_worker={each}) and this machine has "
+            f"{len(names)} ({here}): lower --workers or rollout.gpus_per_worker"
+        )
+    return [names[n * each : (n + 1) * each] for n in range(workers)] if names else []
 
 
 class Workers:
