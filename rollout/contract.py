@@ -64,6 +64,8 @@ class Running:
     """Responses of ended samples, by index."""
     error: str | None = None
     """Why the group failed."""
+    refused: bool = False
+    """Whether its request can't be generated at all."""
     stops: StopStrings | None = None
     """Finds its stop strings; None if it has none."""
 
@@ -75,7 +77,7 @@ async def stream(
     kind: type[RunningT],
     requests: Sequence[GroupRequest],
     submit: Callable[[list[RunningT]], Awaitable[None]],
-    leave: Callable[[set[str]], None],
+    leave: Callable[[set[RunningT]], None],
     tokenizer: Any,
 ) -> AsyncIterator[FinishedGroup]:
     """Yields each group as it finishes; samples are built in the caller's thread.
@@ -84,7 +86,7 @@ async def stream(
         kind: the engine's record of a running group.
         requests: requests for the groups.
         submit: gives them to the engine, which later calls each one's ``deliver``.
-        leave: called with the ids of unfinished groups when the caller leaves.
+        leave: called with unfinished groups when the caller leaves; the engine may never have taken them in.
         tokenizer: decodes samples.
     """
     loop = asyncio.get_running_loop()
@@ -101,12 +103,13 @@ async def stream(
     for group in groups:
         if group.request.stop:
             group.stops = stop_strings(tokenizer, group.request.stop)
-    await submit(groups)
-    left = {request.group_id for request in requests}
+    left = set(groups)
     try:
+        # Whoever is cancelled here doesn't know whether the engine has the groups already.
+        await submit(groups)
         while left:
             group = await arrived.get()
-            left.discard(group.request.group_id)
+            left.discard(group)
             yield finished_group(group, tokenizer)
     finally:
         if left:
@@ -124,6 +127,13 @@ def enter(groups: Sequence[RunningT], running: dict[str, RunningT]) -> None:
     if clash or len(set(ids)) < len(ids):
         raise ValueError(f"group ids that run already, or twice in one call: {clash or ids}")
     running.update(zip(ids, groups, strict=True))
+
+
+def ids_of(groups: Iterable[RunningT], running: Mapping[str, RunningT]) -> set[str]:
+    """The ids of those groups that run. Others may run under the ids of groups that were refused for that."""
+    return {
+        group.request.group_id for group in groups if running.get(group.request.group_id) is group
+    }
 
 
 def refusal(request: GroupRequest, facts: ModelFacts) -> str | None:
@@ -164,7 +174,9 @@ def finished_group(group: Running, tokenizer: Any) -> FinishedGroup:
     """The result of a group that has ended, for its caller: its samples in order, or its error."""
     request = group.request
     if group.error is not None:
-        return FinishedGroup(group_id=request.group_id, samples=(), error=group.error)
+        return FinishedGroup(
+            group_id=request.group_id, samples=(), error=group.error, refused=group.refused
+        )
     prefixes = [request.prefix(i) for i in range(request.count)]
     recorded = [request.recorded(i) for i in range(request.count)]
     responses = [group.finished[i] for i in range(request.count)]

@@ -124,6 +124,8 @@ class FinishedGroup:
     """``count`` ungraded samples; aborted ones hold the tokens sampled so far."""
     error: str | None = None
     """Why the engine could not generate; ``samples`` is then empty and the engine goes on."""
+    refused: bool = False
+    """Whether the request is to blame, which would fail again."""
     prompt_tokens: Int32Array | None = None
     """``[P]`` what all episodes of a group began with; None = the request's own prompt."""
     prompt_text: str | None = None

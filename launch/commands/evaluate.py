@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +28,11 @@ from ..wording import shown
 from .options import output_file
 
 if TYPE_CHECKING:
-    from ...common.config import Config, EvalSetConfig
+    from ...common.config import Config, EvalSetConfig, EvaluateConfig
     from ...replay.evaluating.evaluated import Plan
     from ...rollout.evaluate.elsewhere import Elsewhere
     from ...rollout.evaluate.evaluation import Evaluation
     from ..evaluation.plan import Asked
-    from ..plan.hardware import GpuName
 
 _SAMPLING = {
     "temperature": (float, "0 takes the most likely token"),
@@ -41,6 +41,8 @@ _SAMPLING = {
 """Settings of the section ``evaluate`` that are also options; they may be given several times."""
 OUT = Path("evaluations")
 """Where evaluations go by default."""
+PARALLEL, REQUEST_SECONDS = 32, 600.0
+"""What ``--parallel`` and ``--request-seconds`` are by default."""
 LONGEST_REQUEST = 1_000_000
 """Seconds; sockets take no endless time."""
 
@@ -116,14 +118,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-env", metavar="NAME", help="environment variable with the server's key"
     )
     parser.add_argument(
-        "--parallel", type=int, default=32, metavar="N", help="requests to the server at a time"
+        "--parallel",
+        type=int,
+        metavar="N",
+        help=f"requests to the server at a time (default: {PARALLEL})",
     )
     parser.add_argument(
         "--request-seconds",
         type=float,
-        default=600.0,
         metavar="S",
-        help="time that the server has for one answer (default: %(default)g)",
+        help=f"time that the server has for one answer (default: {REQUEST_SECONDS:g})",
     )
     parser.add_argument(
         "--second-grader", metavar="MODE", help="another reward.mode, whose verdicts stand beside"
@@ -146,19 +150,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 130 if it was interrupted and the same command goes on."""
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit {arguments.limit}: at least 1 problem is needed")
-    if arguments.workers < 1 or arguments.parallel < 1:
+    if arguments.workers < 1 or (arguments.parallel is not None and arguments.parallel < 1):
         raise ConfigError("--workers and --parallel are at least 1")
-    if not 0 < arguments.request_seconds <= LONGEST_REQUEST:
+    seconds = arguments.request_seconds
+    if seconds is not None and not 0 < seconds <= LONGEST_REQUEST:
         raise ConfigError(
-            f"--request-seconds {arguments.request_seconds:g} should be above 0, and at most {LONGEST_REQUEST:,}"
+            f"--request-seconds {seconds:g} should be above 0, and at most {LONGEST_REQUEST:,}"
         )
     for out in arguments.out or ():
         output_file(out)
     if arguments.recompute:
         return _recompute(arguments)
-    arguments.before = argparse.Namespace(**vars(arguments))
+    arguments.before, arguments.by_plan = argparse.Namespace(**vars(arguments)), {}
     if arguments.plan:
         _read_plan(arguments)
+    _refuse_idle(arguments)
     lists = ("model", "data", "temperature", "top_p", "template")
     if arguments.endpoint and (arguments.workers > 1 or arguments.token_ids):
         raise ConfigError(
@@ -176,27 +182,47 @@ def run(arguments: argparse.Namespace) -> int:
     return _one(arguments)
 
 
+def _refuse_idle(arguments: argparse.Namespace) -> None:
+    """Refuses options that would change nothing beside the others."""
+    named = arguments.data or arguments.benchmark
+    if arguments.set and named:
+        raise ConfigError(
+            f"--set {arguments.set[0]} is a set of the run's, and --data, --benchmark or the plan names {named[0]}: "
+            f"leave one of them out"
+        )
+    if arguments.form and not named:
+        raise ConfigError(
+            f"--form {arguments.form} is the form of a file's rows: name the file with --data or --benchmark"
+        )
+    for name in ("api_key_env", "parallel", "request_seconds"):
+        if getattr(arguments, name) is not None and not arguments.endpoint:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(arguments, name)} is for a server: name it with --endpoint"
+            )
+
+
 # --- several cells, whose samples are kept ---------------------------------------------------
 
 
 def _cells(arguments: argparse.Namespace) -> int:
+    from ...common.config import of_set
     from ...replay.evaluating.evaluated import EvaluationFolder
     from ...replay.inspecting.rows import evaluation_logs
     from ..evaluation.plan import prepare, same_models
     from ..evaluation.report import summarise, table
-    from ..evaluation.run import Workers, add_times, begin, finish, left, owned, work
+    from ..evaluation.run import Workers, add_times, begin, finish, gpus_of, left, owned, work
     from ..host.environments import check_environments
 
     out = _only(arguments.out)
     config, run_folder = _config(arguments, every=True)
     check_environments(config)
     several = arguments.workers > 1
-    gpus = _gpus_of(arguments.workers, config.rollout.gpus_per_worker) if several else []
+    gpus = gpus_of(arguments.workers, config.rollout.gpus_per_worker) if several else []
     asked = _asked(arguments, config, run_folder)
     if arguments.to:
         asked = same_models(asked, EvaluationFolder(Path(arguments.to).expanduser()))
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
-    _note_greedy(list(asked.temperatures), list(asked.top_p), config)
+    _note_greedy(of_set(config, one).evaluate for one in asked.benchmarks)
     exports = Path(arguments.exports or Path(arguments.to or OUT) / "models").expanduser()
     with prepare(asked, config, exports, run_folder) as prepared:
         place = Path(arguments.to).expanduser() if arguments.to else OUT / _short(prepared.plan)
@@ -265,20 +291,15 @@ def _print(
 
 
 def _read_plan(arguments: argparse.Namespace) -> None:
-    """Adds what the YAML lists to what the options name."""
+    """Adds the models, benchmarks and settings of the YAML to what the options name; ``by_plan`` is the rest."""
     from ...common.config import read_yaml
-    from ..evaluation.plan import from_yaml
+    from ..evaluation.plan import SEVERAL, from_yaml
 
-    content = read_yaml(Path(arguments.plan).expanduser())
-    lists = from_yaml(content, arguments.plan)
+    lists = from_yaml(read_yaml(Path(arguments.plan).expanduser()), arguments.plan)
     arguments.model = [*(arguments.model or ()), *map(str, lists["models"])]
     arguments.benchmark = [*(arguments.benchmark or ()), *lists["benchmarks"]]
-    arguments.temperature = [*(arguments.temperature or ()), *lists["temperatures"]]
-    arguments.top_p = [*(arguments.top_p or ()), *lists["top_p"]]
-    arguments.template = [*(arguments.template or ()), *map(str, lists["templates"])]
-    for key in ("samples", "limit"):
-        if getattr(arguments, key) is None and content.get(key) is not None:
-            setattr(arguments, key, content[key])
+    arguments.by_plan = {key: lists[name] for key, name in SEVERAL.items()}
+    arguments.by_plan |= {"samples": lists["samples"], "limit": lists["limit"]}
     # First: of two values of a setting the later one counts, and what the command line says overrides the file.
     arguments.words = [*lists["settings"], *arguments.words]
 
@@ -299,7 +320,7 @@ def _sets(arguments: argparse.Namespace, config: Config) -> list[EvalSetConfig]:
 
 
 def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | None) -> Asked:
-    from ..evaluation.plan import Asked, benchmark, distinct
+    from ..evaluation.plan import SEVERAL, Asked, benchmark, distinct, ways
 
     models = list(arguments.model or ())
     if not models and folder is not None:
@@ -307,25 +328,22 @@ def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | No
     if not models:
         raise ConfigError("name the models with --model DIR, or a run with --run DIR")
     given = [*(arguments.benchmark or ()), *(arguments.data or ())]
-    sets = [
-        one for name in given for one in benchmark(name, form=arguments.form, limit=arguments.limit)
-    ]
+    sets = [one for name in given for one in benchmark(name, form=arguments.form)]
+    values = {key: getattr(arguments, key) or [] for key in SEVERAL}
+    for key in ("samples", "limit"):
+        values[key] = [] if getattr(arguments, key) is None else [getattr(arguments, key)]
+    otherwise = arguments.by_plan
     if not sets:
         if folder is None:
             raise ConfigError(
                 "name the problems with --benchmark NAME or --data FILE, or a run with --run DIR"
             )
-        named = _sets(arguments, config)
-        sets = [one.model_copy(update={"limit": arguments.limit or one.limit}) for one in named]
-    sets = distinct(sets)
-    if arguments.samples is not None:
-        sets = [one.model_copy(update={"samples": arguments.samples}) for one in sets]
+        sets = _sets(arguments, config)
+        # A plan stands above what the run says of its own sets, as it stands above the run's other settings.
+        values = {key: [*own, *otherwise.get(key, ())] for key, own in values.items()}
     return Asked(
         models=tuple(dict.fromkeys(models)),
-        benchmarks=tuple(sets),
-        temperatures=tuple(dict.fromkeys(arguments.temperature or (None,))),
-        top_p=tuple(dict.fromkeys(arguments.top_p or (None,))),
-        templates=tuple(dict.fromkeys(arguments.template or (None,))),
+        benchmarks=tuple(way for one in distinct(sets) for way in ways(one, values, otherwise)),
         second_mode=arguments.second_grader,
         token_ids=arguments.token_ids,
         endpoint=arguments.endpoint,
@@ -349,17 +367,7 @@ def _again(arguments: argparse.Namespace) -> list[str]:
     for name in ("model", "data", "benchmark", "temperature", "top_p", "template", "set"):
         for value in getattr(arguments, name) or ():
             words += [f"--{name.replace('_', '-')}", str(value)]
-    for name in (
-        "plan",
-        "form",
-        "run",
-        "limit",
-        "samples",
-        "endpoint",
-        "api_key_env",
-        "parallel",
-        "second_grader",
-    ):
+    for name in ("plan", "form", "run", "limit", "samples", "second_grader"):
         if (value := getattr(arguments, name)) is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
     return [*words, *(["--token-ids"] if arguments.token_ids else [])]
@@ -372,24 +380,6 @@ def _as_worker() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def _gpus_of(workers: int, each: int) -> list[list[GpuName]]:
-    """The GPUs of each worker's engine; empty on a machine without any.
-
-    Raises:
-        ConfigError: there are too few for so many workers.
-    """
-    from ..plan.hardware import machine
-
-    here = machine()
-    names = [gpu.told for gpu in here.gpus]
-    if names and workers * each > len(names):
-        raise ConfigError(
-            f"--workers {workers} needs {workers * each} GPUs (rollout.gpus_per_worker={each}) and this machine has "
-            f"{len(names)} ({here}): lower --workers or rollout.gpus_per_worker"
-        )
-    return [names[n * each : (n + 1) * each] for n in range(workers)] if names else []
-
-
 def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:
     from ...rollout.evaluate.elsewhere import Elsewhere
 
@@ -397,16 +387,14 @@ def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:
         model,
         arguments.endpoint,
         key_variable=arguments.api_key_env,
-        parallel=arguments.parallel,
-        seconds=arguments.request_seconds,
+        parallel=arguments.parallel or PARALLEL,
+        seconds=arguments.request_seconds or REQUEST_SECONDS,
     )
 
 
-def _note_greedy(temperatures: list[Any], top_p: list[Any], config: Config) -> None:
-    sampling = config.evaluate
-    greedy = any((sampling.temperature if t is None else t) == 0 for t in temperatures)
-    narrow = [p for p in (sampling.top_p if p is None else p for p in top_p) if p < 1]
-    if greedy and narrow:
+def _note_greedy(samplings: Iterable[EvaluateConfig]) -> None:
+    narrow = [one.top_p for one in samplings if one.temperature == 0 and one.top_p < 1]
+    if narrow:
         print(
             f"note: temperature 0 takes the most likely token, so that top_p="
             f"{narrow[0]:g} changes nothing: give --temperature too",
@@ -419,7 +407,7 @@ def _note_greedy(temperatures: list[Any], top_p: list[Any], config: Config) -> N
 
 def _one(arguments: argparse.Namespace) -> int:
     config, folder = _config(arguments)
-    _note_greedy([None], [None], config)
+    _note_greedy([config.evaluate])
     model = arguments.model[0] if arguments.model else str(folder.model) if folder else None
     if model is None:
         raise ConfigError("name the model with --model DIR, or a run with --run DIR")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 from msgspec import structs
+from pydantic import ValidationError
 
 from ...common import evaluation_sets, hub, templates, wire
 from ...common.config import Config, EvalSetConfig, of_set
@@ -34,6 +35,8 @@ FIRST_BYTES = 1 << 20
 """Bytes of a file of weights that tell it from another."""
 KEYS = ("models", "benchmarks", "temperatures", "top_p", "templates")
 """Keys of a plan's YAML that are lists."""
+SEVERAL = {"template": "templates", "temperature": "temperatures", "top_p": "top_p"}
+"""Settings of a set of which each value makes a cell, and their keys in a plan's YAML."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,25 +59,19 @@ class Asked:
 
     models: tuple[str, ...]
     benchmarks: tuple[EvalSetConfig, ...]
-    temperatures: tuple[float | None, ...] = (None,)
-    """None = the benchmark's or the config's own."""
-    top_p: tuple[float | None, ...] = (None,)
-    templates: tuple[str | None, ...] = (None,)
+    """One for each way in which a benchmark is asked."""
     second_mode: str | None = None
     token_ids: bool = False
     endpoint: str | None = None
     """Address of a server that has the models."""
 
 
-def benchmark(
-    given: Any, *, form: str | None = None, limit: int | None = None
-) -> list[EvalSetConfig]:
+def benchmark(given: Any, *, form: str | None = None) -> list[EvalSetConfig]:
     """The sets that a name, a path or an entry stands for.
 
     Args:
         given: a known name, a path here or on the hub, or an entry of ``data.evaluate``.
         form: form of its rows, if it isn't to be found out.
-        limit: at most so many problems of each.
 
     Raises:
         ConfigError: it is nothing of this.
@@ -90,11 +87,43 @@ def benchmark(
                 # It names the nearest.
                 evaluation_sets.named(given)
             entries = [{"path": given, "name": _stem(given)}]
-        own = {"form": form, "limit": limit}
-        given_here = {key: value for key, value in own.items() if value is not None}
+        given_here = {} if form is None else {"form": form}
         return [EvalSetConfig(**{**entry, **given_here}) for entry in entries]
     except (ValueError, TypeError) as error:
         raise ConfigError(f"benchmark {given}: {error}") from None
+
+
+Values = Mapping[str, Sequence[Any]]
+"""Of settings of a set, by their names."""
+
+
+def ways(held_out: EvalSetConfig, given: Values, otherwise: Values) -> list[EvalSetConfig]:
+    """The set with every combination of the values that are asked for.
+
+    Args:
+        held_out: a set, whose own value counts where none is given.
+        given: what the command line says.
+        otherwise: what a plan says for sets that say nothing themselves.
+
+    Raises:
+        ConfigError: a value can't be.
+    """
+    own = held_out.model_dump()
+    names = (*SEVERAL, "samples", "limit")
+    lists = []
+    for name in names:
+        values = [*given.get(name, ()), *(otherwise.get(name, ()) if own[name] is None else ())]
+        every = list(dict.fromkeys(values)) or [own[name]]
+        lists.append(every if name in SEVERAL else every[:1])
+    try:
+        return [
+            EvalSetConfig(**{**own, **dict(zip(names, values, strict=True))})
+            for values in product(*lists)
+        ]
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        what = f"{wrong['loc'][0]} {wrong['input']!r}"
+        raise ConfigError(f"{held_out.name}: {what}: {wrong['msg']}") from None
 
 
 def _stem(path: str) -> str:
@@ -114,7 +143,7 @@ def distinct(sets: Sequence[EvalSetConfig]) -> list[EvalSetConfig]:
 
 
 def from_yaml(content: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
-    """The lists of a plan's YAML, settings among them; a single value stands for a list of one.
+    """The lists of a plan's YAML; a single value stands for a list of one, and nothing for an empty one.
 
     Raises:
         ConfigError: it has another key, or a value of the wrong type.
@@ -125,9 +154,11 @@ def from_yaml(content: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
             f"{name}: unknown key {unknown[0]!r}: it may have {', '.join(KEYS)}, samples, limit and settings"
         )
     found = {}
-    for key in (*KEYS, "settings"):
-        value = content.get(key, [])
-        found[key] = value if isinstance(value, list) else [value]
+    for key in (*KEYS, "settings", "samples", "limit"):
+        value = content.get(key)
+        found[key] = value if isinstance(value, list) else [] if value is None else [value]
+        if None in found[key]:
+            raise ConfigError(f"{name}: {key} has an empty entry: leave it out")
     for key in ("temperatures", "top_p"):
         for value in found[key]:
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -268,12 +299,8 @@ def prepare(asked: Asked, config: Config, exports: Path, run: RunFolder | None) 
                 # Its tokens aren't known here; the server refuses what is too long.
                 data = base.data.model_copy(update={"max_prompt_tokens": UNLIMITED})
                 base = base.model_copy(update={"data": data})
-            for held_out, template, temperature, top_p in product(
-                asked.benchmarks, asked.templates, asked.temperatures, asked.top_p
-            ):
-                given = {"template": template, "temperature": temperature, "top_p": top_p}
-                changed = {key: value for key, value in given.items() if value is not None}
-                own = of_set(base, held_out.model_copy(update=changed))
+            for held_out in asked.benchmarks:
+                own = of_set(base, held_out)
                 if asked.endpoint is not None:
                     _refuse_prefill(own)
                 if live is not None:
@@ -405,7 +432,9 @@ class _Reading:
         from ...rollout.evaluate.answering import Benchmark
 
         grader = self._grader(own)
-        key = f"{own.model.path}\n{held_out!r}\n{own.data!r}\n{own.reward!r}"
+        # Ways of sampling have the same problems.
+        read = held_out.model_dump(exclude={"temperature", "top_p", "samples"})
+        key = f"{own.model.path}\n{read!r}\n{own.data!r}\n{own.reward!r}"
         if key not in self._problems:
             self._problems[key] = self._read(own, held_out, grader)
         second = None

@@ -34,7 +34,7 @@ from ...replay.evaluating.evaluated import (
     write_parquet,
     write_samples,
 )
-from ..plan.hardware import GpuName
+from ..plan.hardware import GpuName, machine
 from ..progress import Progress
 from ..run.processes.parts import seeing
 from .parts import Samples
@@ -134,8 +134,12 @@ def work(
         sampler: makes what answers for a model of that name, in the place of engines.
 
     Raises:
-        TandemError: a model can't be loaded, or a problem can't be answered.
+        RefusedError: samples can't be made; it comes when all others are.
+        TandemError: a model can't be loaded, or an engine has failed.
     """
+    from ...rollout.evaluate.answering import RefusedError
+
+    refused: list[str] = []
     for _, of_model in itertools.groupby(prepared.plan.cells, key=lambda cell: cell.model):
         cells = list(of_model)
         model = prepared.cells[cells[0].name][0]
@@ -155,7 +159,9 @@ def work(
             }
             by_fleet(model, prepared, folder, flat, progress)
             continue
-        asyncio.run(_by_engine(prepared, folder, wanted, worker[0], progress, sampler))
+        refused += asyncio.run(_by_engine(prepared, folder, wanted, worker[0], progress, sampler))
+    if refused:
+        raise RefusedError(refused)
 
 
 def _missing(
@@ -182,15 +188,17 @@ async def _by_engine(
     number: int,
     progress: Progress | None,
     sampler: Callable[[str], Elsewhere] | None,
-) -> None:
+) -> list[str]:
+    """Returns of the samples that can't be made, why."""
     from ...rollout.engines import make_engine
-    from ...rollout.evaluate.answering import Sampler, answer
+    from ...rollout.evaluate.answering import RefusedError, Sampler, answer
     from ...rollout.evaluate.episodes import playing, unless_it_dies
 
     model, config, _ = prepared.cells[next(iter(wanted))]
     benchmarks = {name: prepared.benchmark(name) for name in wanted}
     engine: Engine | None = None
     server: OwnServer | None = None
+    refused: list[str] = []
     async with AsyncExitStack() as stack:
         answers: Sampler
         if sampler is None:
@@ -225,13 +233,33 @@ async def _by_engine(
                         token_ids=prepared.plan.token_ids,
                         block=bool(prepared.plan.settings["deterministic"]),
                     )
-                    if server is None:
-                        await answering
-                    else:
-                        await unless_it_dies(asyncio.create_task(answering), server)
+                    try:
+                        if server is None:
+                            await answering
+                        else:
+                            await unless_it_dies(asyncio.create_task(answering), server)
+                    except RefusedError as error:
+                        refused += error.reasons
+    return refused
 
 
 # --- in several processes --------------------------------------------------------------------
+
+
+def gpus_of(workers: int, each: int) -> list[list[GpuName]]:
+    """The GPUs of each worker's engine; empty on a machine without any.
+
+    Raises:
+        ConfigError: there are too few for so many workers.
+    """
+    here = machine()
+    names = [gpu.told for gpu in here.gpus]
+    if names and workers * each > len(names):
+        raise ConfigError(
+            f"--workers {workers} needs {workers * each} GPUs (rollout.gpus_per_worker={each}) and this machine has "
+            f"{len(names)} ({here}): lower --workers or rollout.gpus_per_worker"
+        )
+    return [names[n * each : (n + 1) * each] for n in range(workers)] if names else []
 
 
 class Workers:

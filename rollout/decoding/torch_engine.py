@@ -27,7 +27,7 @@ from ...common.config.learner import LoraConfig
 from ...common.errors import OutOfMemoryError, TandemError
 from ...common.memory import is_out_of_memory, what_was_asked
 from ...common.records import FinishReason, Float32Array, Int32Array, Version
-from ..contract import NOTHING, Response, Running, enter, fitting, refusal, stream
+from ..contract import NOTHING, Response, Running, enter, fitting, ids_of, refusal, stream
 from ..engine import (
     EngineStats,
     FinishedGroup,
@@ -128,6 +128,8 @@ class TorchEngine:
         self._load_seconds = 0.0
         self.exhausted: OutOfMemoryError | None = None
         """Why a token step had too little memory; None as long as all had enough."""
+        self.broken = ""
+        """Why no group will ever be finished again; empty while the engine works."""
 
     # The interface for callers.
 
@@ -159,14 +161,14 @@ class TorchEngine:
     async def _take_in(self, groups: list[Running]) -> None:
         await self._ask(lambda: self._submit(groups))
 
-    def _leave(self, group_ids: set[str]) -> None:
+    def _leave(self, groups: set[Running]) -> None:
         if self._thread is not None:
-            self._post(lambda: self._abort(group_ids))
+            self._post(lambda: self._abort(ids_of(groups, self._groups)))
 
     async def abort(self, group_ids: Iterable[str]) -> None:
         """Ends groups at the next token step."""
         wanted = set(group_ids)
-        await self._ask(lambda: self._abort(wanted))
+        await self._ask(lambda: self._abort(wanted), anyway=True)
 
     async def score(
         self, rows: Sequence[Int32Array], temperature: float = 1.0
@@ -200,11 +202,13 @@ class TorchEngine:
         def resume() -> None:
             self._paused = False
 
-        await self._ask(resume)
+        await self._ask(resume, anyway=True)
 
     async def hold(self, seconds: float) -> None:
         """Lets only urgent groups begin until the next load; returns when no other samples run."""
         answer: Future[None] = Future()
+        # Whoever is cancelled takes nothing from the decode thread, which answers in any case.
+        answer.set_running_or_notify_cancel()
 
         def hold() -> None:
             self._held = (time.monotonic() + seconds, answer)
@@ -257,6 +261,9 @@ class TorchEngine:
     @staticmethod
     def _command(work: Callable[[], T], answer: Future[T]) -> Callable[[], None]:
         def command() -> None:
+            # From here on the answer can't be cancelled; what nobody waits for any more isn't done.
+            if not answer.set_running_or_notify_cancel():
+                return
             try:
                 answer.set_result(work())
             except BaseException as error:  # noqa: BLE001 - passed on to whoever asked
@@ -270,41 +277,69 @@ class TorchEngine:
         self._wake.set()
         return answer
 
-    async def _ask(self, work: Callable[[], T]) -> T:
+    async def _ask(self, work: Callable[[], T], *, anyway: bool = False) -> T:
+        """Result of some work of the decode thread; ``anyway``: done even if the caller is cancelled before."""
+
+        def unless_broken() -> T:
+            if self.broken:
+                raise TandemError(self.broken)
+            return work()
+
         if self._thread is None or not self._thread.is_alive():
             raise TandemError("the engine isn't running: start() it first")
-        return await asyncio.wrap_future(self._post(work))
+        answer = asyncio.wrap_future(self._post(unless_broken))
+        return await (asyncio.shield(answer) if anyway else answer)
 
     # The decode thread.
 
     def _run(self) -> None:
         with torch.inference_mode():
             while not self._closing:
-                while self._commands:
-                    self._commands.popleft()()
-                self._tell_when_ended()
-                if self._paused or not (len(self._batch) or self._may_begin()):
-                    if not self._closing:
-                        self._wake.wait()
-                    self._wake.clear()
-                    continue
-                start = time.perf_counter()
                 try:
-                    self._admit()
-                    if len(self._batch):
-                        ended = self._batch.step()
-                        # New weights that wait for this come before the text of the finished samples.
-                        self._tell_when_ended()
-                        self._settle(ended)
-                except Exception as error:
-                    if is_out_of_memory(error):
-                        self.exhausted = OutOfMemoryError(what_was_asked(error), self._held_bytes())
-                    log.exception("a token step failed; its groups are given up")
-                    self._fail(f"{type(error).__name__}: {error}")
-                self._busy += time.perf_counter() - start
+                    self._turn()
+                except Exception as error:  # noqa: BLE001 - told to all who wait
+                    self._break(error)
         while self._commands:
             self._commands.popleft()()
         self._tell_when_ended()
+
+    def _turn(self) -> None:
+        """Does what was asked, then a token step, or waits if there is none to do."""
+        while self._commands:
+            self._commands.popleft()()
+        if not self.broken:
+            self._tell_when_ended()
+        if self.broken or self._paused or not (len(self._batch) or self._may_begin()):
+            if not self._closing:
+                self._wake.wait()
+            self._wake.clear()
+            return
+        start = time.perf_counter()
+        try:
+            self._admit()
+            if len(self._batch):
+                ended = self._batch.step()
+                # New weights that wait for this come before the text of the finished samples.
+                self._tell_when_ended()
+                self._settle(ended)
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.exhausted = OutOfMemoryError(what_was_asked(error), self._held_bytes())
+            log.exception("a token step failed; its groups are given up")
+            self._fail(f"{type(error).__name__}: {error}")
+        self._busy += time.perf_counter() - start
+
+    def _break(self, error: Exception) -> None:
+        """Gives up for good, and says so to all who wait: nothing else would ever end their waiting."""
+        self.broken = f"the decode thread has failed: {type(error).__name__}: {error}"
+        log.exception(self.broken)
+        if self._held is not None and not self._held[1].done():
+            self._held[1].set_exception(TandemError(self.broken))
+        self._waiting.clear()
+        self._batch.clear()
+        for group in list(self._groups.values()):
+            group.error = self.broken
+            self._deliver(group)
 
     def _held_bytes(self) -> dict[str, int]:
         """Bytes of the weights, and of the keys and values."""
@@ -329,6 +364,7 @@ class TorchEngine:
         enter(groups, self._groups)
         for group in groups:
             group.error = refusal(group.request, self._facts)
+            group.refused = group.error is not None
             if group.error is not None or group.request.count == 0:
                 self._deliver(group)
             elif group.request.urgent:

@@ -239,9 +239,9 @@ class Endpoint:
         try:
             async with asyncio.timeout(seconds):
                 return await handler(request)
-        except TimeoutError:
+        except TimeoutError as error:
             if seconds is None:
-                raise
+                return _failed(error)
             return forms.error(504, f"no answer within {seconds:g} s", "deadline_exceeded")
         except BusyError as error:
             return forms.error(429, str(error), "too_many_requests")
@@ -254,6 +254,11 @@ class Endpoint:
         except EngineError as error:
             log.warning(f"{session.spec.name}: {error}")
             return forms.error(500, str(error), "engine_error")
+        except ConnectionError:
+            # Nobody is left to be told.
+            raise
+        except Exception as error:  # noqa: BLE001 - told to the client, and logged
+            return _failed(error)
 
     def _session(self, key: str) -> Session | None:
         """The session of a key; a new one that isn't recorded for the endpoint's own key; None without either."""
@@ -381,9 +386,11 @@ class Endpoint:
         """A prompt that is only scored.
 
         Raises:
-            DataError: it has tokens that the model hasn't got.
+            DataError: it is empty, or has tokens that the model hasn't got.
             NoRoomError: it is too long.
         """
+        if not tokens:
+            raise DataError("the prompt is empty")
         self._check_ids(tokens)
         if len(tokens) >= self._context:
             raise NoRoomError(f"the prompt has {len(tokens):,} tokens of {self._context:,}")
@@ -400,6 +407,12 @@ class Endpoint:
         stops = (*want.stop, *self._chat.renderer.special_texts(want.stop_tokens))
         request["live"] = live = LiveStream(request, kind, self.model, backend, stops)
         return live
+
+
+def _failed(error: Exception) -> web.Response:
+    """What a client is told of an error that nobody has foreseen."""
+    log.error("a request has failed", exc_info=error)
+    return forms.error(500, f"{type(error).__name__}: {error}", "internal_error")
 
 
 def _bytes(key: str) -> bytes:

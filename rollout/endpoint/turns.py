@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from ...common.errors import DataError
 from ...common.records import FinishReason, Sample
 from ..engine import Engine, GroupRequest
 from .live import LiveStream
@@ -93,6 +94,7 @@ class Turns:
         """Samples one turn; without a session, the answer to a prompt that has this number.
 
         Raises:
+            DataError: the engine can't sample what was asked for.
             EngineError: the engine couldn't.
         """
         spec = session.spec
@@ -108,6 +110,7 @@ class Turns:
         session.running.add(name)
         sample: Sample | None = None
         error: str | None = None
+        refused = False
         try:
             if session.is_over:
                 raise NoRoomError("the session is over")
@@ -125,14 +128,16 @@ class Turns:
                 follow=follow,
             )
             async for group in self._engine.generate([request]):
-                error = group.error
+                error, refused = group.error, group.refused
                 sample = group.samples[0] if group.samples else None
-        except ValueError as refused:
-            error = str(refused)
+        except ValueError as clash:
+            error = str(clash)
         finally:
             session.running.discard(name)
             if sample is None:
                 session.drop(ticket)
+        if refused:
+            raise DataError(error)
         if sample is None:
             raise EngineError(error or "the engine gave no answer")
         if sample.finish_reason is FinishReason.ABORT and not len(sample.tokens):

@@ -29,6 +29,22 @@ Place = tuple[int, int]
 """Of a sample: its problem's place in the benchmark, and its number."""
 
 
+class RefusedError(TandemError):
+    """Some samples can't be made at all; the others are kept.
+
+    Args:
+        reasons: of each, why.
+    """
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        super().__init__(
+            f"{len(reasons)} {'sample' if len(reasons) == 1 else 'samples'} can't be made, and all others are kept: "
+            f"{reasons[0]}. Serve the model with a longer context and run the command again; or, into another folder, "
+            f"lower rollout.max_new_tokens or leave the problem out"
+        )
+        self.reasons = tuple(reasons)
+
+
 class Sampler(Protocol):
     """What answers: an engine, a player, or an endpoint elsewhere."""
 
@@ -86,8 +102,10 @@ async def answer(
         window: greatest number of samples that the engine is given at a time.
 
     Raises:
-        TandemError: the engine can't answer a problem.
+        RefusedError: samples can't be made; it comes when all others are.
+        TandemError: the engine has failed.
     """
+    refused: list[str] = []
     finished: asyncio.Queue[tuple[Place, Sample] | None] = asyncio.Queue()
     requests = {_name(cell, benchmark.problems[p], n): (p, n) for p, n in wanted}
     ended = asyncio.Event()
@@ -99,10 +117,14 @@ async def answer(
             place = requests[group.group_id]
             if group.error is not None:
                 problem = benchmark.problems[place[0]].problem_id
-                raise TandemError(f"{cell.name}: {problem} can't be answered: {group.error}")
+                reason = f"{cell.name}: {problem} can't be answered: {group.error}"
+                if not group.refused:
+                    raise TandemError(reason)
+                refused.append(reason)
+            else:
+                await finished.put((place, group.samples[0]))
             outstanding -= 1
             ended.set()
-            await finished.put((place, group.samples[0]))
 
     async def produce() -> None:
         nonlocal outstanding
@@ -138,6 +160,8 @@ async def answer(
             both.create_task(consume())
     except BaseExceptionGroup as group:
         raise _first(group) from None
+    if refused:
+        raise RefusedError(refused)
 
 
 def _first(error: BaseException) -> BaseException:

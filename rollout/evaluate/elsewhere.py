@@ -26,6 +26,8 @@ SECONDS = 600.0
 RETRIES = 6
 """Attempts after the first."""
 LONGEST_PAUSE = 30.0
+REFUSALS = (400, 413, 422)
+"""Statuses with which a server refuses one prompt, and not whoever asks."""
 TOKENS_UNKNOWN = -1
 """In the place of tokens whose number alone is known."""
 
@@ -89,7 +91,12 @@ class Elsewhere:
                 if not error.again or attempt == RETRIES:
                     way_out = ": raise --request-seconds" if error.late else ""
                     what = f"{self._address.url}: {error}{way_out}"
-                    return FinishedGroup(group_id=request.group_id, samples=(), error=what)
+                    return FinishedGroup(
+                        group_id=request.group_id,
+                        samples=(),
+                        error=what,
+                        refused=error.status in REFUSALS,
+                    )
                 await asyncio.sleep(min(LONGEST_PAUSE, max(pause, error.after)))
                 pause *= 2
         raise AssertionError("the last attempt has returned")

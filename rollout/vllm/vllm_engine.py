@@ -28,7 +28,7 @@ from ...common.errors import TandemError
 from ...common.records import Float32Array, Int32Array, Version
 from ...common.seeds import keyed_seed
 from ...common.weights.manifest import SegmentPlace
-from ..contract import NOTHING, Running, enter, fitting, refusal, stream
+from ..contract import NOTHING, Running, enter, fitting, ids_of, refusal, stream
 from ..engine import (
     EngineStats,
     FinishedGroup,
@@ -177,9 +177,12 @@ class VllmEngine:
     async def _take_in(self, groups: list[_Running]) -> None:
         await self._process.run(self._submit(groups))
 
-    def _leave(self, group_ids: set[str]) -> None:
+    def _leave(self, groups: set[_Running]) -> None:
+        async def abort() -> None:
+            await self._abort(ids_of(groups, self._groups))
+
         with contextlib.suppress(TandemError):  # Raised after close, which aborts everything.
-            self._process.post(self._abort(group_ids))
+            self._process.post(abort())
 
     async def abort(self, group_ids: Iterable[str]) -> None:
         """Ends groups at the next token step."""
@@ -270,11 +273,11 @@ class VllmEngine:
     async def _submit(self, groups: list[_Running]) -> None:
         enter(groups, self._groups)
         for group in groups:
-            group.error = (
-                self.broken
-                or refusal(group.request, self._facts)
-                or too_cold("temperature", group.request.sampling.temperature)
+            group.error = refusal(group.request, self._facts) or too_cold(
+                "temperature", group.request.sampling.temperature
             )
+            group.refused = bool(group.error)
+            group.error = group.error or self.broken or None
             if group.error is not None or group.request.count == 0:
                 self._deliver(group)
             elif self._may_begin(group):

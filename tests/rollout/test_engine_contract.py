@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from engine_calls import collect, in_engine
 
-from tandem.common.errors import WeightsError
+from tandem.common.errors import TandemError, WeightsError
 from tandem.common.records import FinishReason, Sample, SamplingParams, Source, Version
 from tandem.rollout.engine import (
     Engine,
@@ -431,6 +433,117 @@ def test_leaving_the_iterator_aborts_what_is_left(new_engine: NewEngine, tiny: A
     assert in_engine(new_engine(tiny.model()), scenario) < 200
 
 
+class Slow(NamedWeights):
+    """Weights whose loading occupies the decode thread until it is told to go on."""
+
+    go_on = threading.Event()
+
+    def tensors(self) -> Any:
+        assert self.go_on.wait(30)
+        return super().tensors()
+
+
+@contextlib.asynccontextmanager
+async def occupied(engine: Any, tiny: Any) -> AsyncIterator[None]:
+    """The decode thread gets to nothing else within it."""
+    Slow.go_on.clear()
+    loading = asyncio.create_task(engine.load(Slow(tiny.weights(tiny.model())), V2))
+    await asyncio.sleep(0.05)
+    try:
+        yield
+    finally:
+        Slow.go_on.set()
+        await loading
+
+
+async def cancelled(*asked: Awaitable[Any]) -> None:
+    """Asks, and is cancelled a moment later."""
+    tasks = [asyncio.ensure_future(one) for one in asked]
+    await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda e: e.score([prompt(20)]),
+        lambda e: e.rank([prompt(20)], 2),
+        lambda e: collect(e, asks("0-1")),
+        lambda e: e.hold(60.0),
+        lambda e: e.abort(["0-1"]),
+        lambda e: e.pause(),
+    ],
+    ids=["score", "rank", "generate", "hold", "abort", "pause"],
+)
+def test_whoever_is_cancelled_ends_alone(keyed_engine: NewEngine, tiny: Any, asked: Any) -> None:
+    async def scenario(engine: Any) -> FinishedGroup:
+        async with occupied(engine, tiny):
+            await cancelled(asked(engine), asked(engine))
+        return (await collect(engine, asks("0-0", urgent=True)))["0-0"]
+
+    assert in_engine(keyed_engine(tiny.model()), scenario).error is None
+
+
+def test_groups_of_a_caller_cancelled_while_they_are_taken_in_are_aborted(
+    keyed_engine: NewEngine, tiny: Any
+) -> None:
+    async def scenario(engine: Any) -> tuple[int, int]:
+        await engine.pause()
+        taking_in = engine._take_in
+
+        async def slowly(groups: Any) -> None:
+            await taking_in(groups)
+            await asyncio.sleep(30)
+
+        engine._take_in = slowly
+        await cancelled(collect(engine, asks("0-0", new=200)))
+        await engine.resume()
+        engine._take_in = taking_in
+        return engine.stats().waiting_groups, len(await collect(engine, asks("0-0", new=2)))
+
+    assert in_engine(keyed_engine(tiny.model()), scenario) == (0, 1)
+
+
+def test_a_group_refused_for_its_id_leaves_the_one_that_runs(
+    new_engine: NewEngine, tiny: Any
+) -> None:
+    async def scenario(engine: Any) -> FinishedGroup:
+        await engine.pause()
+        first = asyncio.create_task(collect(engine, asks("0-0")))
+        while not engine.stats().waiting_groups:
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="0-0"):
+            await collect(engine, asks("0-0"))
+        await engine.resume()
+        return (await first)["0-0"]
+
+    group = in_engine(new_engine(tiny.model()), scenario)
+    assert all(sample.finish_reason is not FinishReason.ABORT for sample in group.samples)
+
+
+def test_a_decode_thread_that_fails_says_so_to_all_who_wait(
+    keyed_engine: NewEngine, tiny: Any
+) -> None:
+    async def scenario(engine: Any) -> str:
+        running = asyncio.create_task(collect(engine, asks("0-0", count=8, new=200)))
+        while engine.stats().decode_steps < 2:
+            await asyncio.sleep(0)
+        engine._may_begin = None
+        assert "TypeError" in ((await running)["0-0"].error or "")
+        while not engine.broken:
+            await asyncio.sleep(0)
+        with pytest.raises(TandemError, match="TypeError"):
+            await collect(engine, asks("0-1"))
+        return str(engine.broken)
+
+    engine = keyed_engine(tiny.model())
+    assert engine.broken == ""
+    assert "the decode thread has failed: TypeError" in in_engine(engine, scenario)
+
+
 def test_a_request_that_cannot_be_generated_fails_alone(new_engine: NewEngine, tiny: Any) -> None:
     bad = [
         asks("0-1", length=300),
@@ -442,7 +555,7 @@ def test_a_request_that_cannot_be_generated_fails_alone(new_engine: NewEngine, t
     assert groups["0-0"].error is None
     for request, word in zip(bad, ("context", "end token", "outside", "no tokens"), strict=True):
         group = groups[request.group_id]
-        assert group.samples == ()
+        assert (group.samples, group.refused) == ((), True)
         assert word in (group.error or "")
 
 

@@ -22,13 +22,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.common.config import to_yaml
+from tandem.common.config import EvalSetConfig, to_yaml
 from tandem.common.errors import TandemError
 from tandem.common.models import resolve
 from tandem.common.records import SamplingParams
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
-from tandem.launch.evaluation.plan import benchmark
+from tandem.launch.evaluation.plan import benchmark, ways
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
 from tandem.launch.plan import hardware
@@ -384,9 +384,42 @@ def test_another_plan_is_refused_with_what_differs(
 
 
 def test_a_known_benchmark_may_have_settings_of_its_own() -> None:
-    (found,) = benchmark({"name": "aime24", "samples": 32}, limit=3)
+    (found,) = benchmark({"name": "aime24", "samples": 32})
     (plain,) = benchmark("aime24")
-    assert found == plain.model_copy(update={"samples": 32, "limit": 3})
+    assert found == plain.model_copy(update={"samples": 32})
+
+
+def test_a_plans_values_are_for_the_benchmarks_that_say_nothing_and_options_for_all() -> None:
+    own, plain = benchmark({"path": "a", "samples": 8, "temperature": 0.0}) + benchmark("aime24")
+    plan = {"samples": [2], "limit": [5], "temperature": [0.6, 1.0], "top_p": [0.9]}
+
+    def told(*found: EvalSetConfig) -> list[tuple[Any, ...]]:
+        return [(one.samples, one.limit, one.temperature, one.top_p) for one in found]
+
+    assert told(*ways(own, {}, plan)) == [(8, 5, 0.0, 0.9)]
+    assert told(*ways(plain, {}, plan)) == [(2, 5, 0.6, 0.9), (2, 5, 1.0, 0.9)]
+    given = {"samples": [4], "temperature": [1.3]}
+    assert told(*ways(own, given, plan)) == [(4, 5, 1.3, 0.9)]
+    assert [one.temperature for one in ways(plain, given, plan)] == [1.3, 0.6, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--samples 0", "samples 0: Input should be greater than 0"),
+        ("--temperature -1", "temperature -1.0: Input should be greater than or equal to 0"),
+        ("--top-p 0", "top_p 0.0: Input should be greater than 0"),
+    ],
+)
+def test_a_value_that_cant_be_is_refused_before_anything_is_written(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    asked = ["evaluate", "--model", "miniature", "--benchmark", str(place / "two.parquet")]
+    assert cli.main([*asked, "--to", str(tmp_path / "out"), *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_in_yaml_gives_benchmarks_their_own_settings(place: Path) -> None:
@@ -502,6 +535,35 @@ def test_a_server_elsewhere_answers_and_is_asked_again(
     assert r1_zero["figures"]["length"] == 11
     assert sorted(own["figures"]["by_subject"]) == ["s0", "s1"]
     assert "secret" not in Path("out/plan.json").read_text()
+
+
+def test_what_a_server_refuses_costs_nothing_else_and_is_asked_again(
+    tmp_path: Path,
+    server: tuple[str, type[Server]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, handler = server
+    handler.refuse[:] = [400, 400]
+    for name in "ab":
+        rows = [{"question": f"{name}{n}?", "answer": "42"} for n in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    words = ["evaluate", "--endpoint", url, "--model", "big", "--parallel", "1", "--to", "out"]
+    words += ["--benchmark", "a.jsonl", "--benchmark", "b.jsonl", "--temperature", "0.6"]
+    words += ["--samples", "1"]
+    assert cli.main(words) == 1
+    said = capsys.readouterr().err
+    assert "2 samples can't be made, and all others are kept: big.a." in said
+    assert "status 400" in said
+    assert "lower rollout.max_new_tokens" in said
+    assert len(handler.asked) == 6
+    assert cli.main(words) == 0
+    assert len(handler.asked) == 8
+    # Whoever isn't let in would be refused with every prompt.
+    handler.refuse[:] = [401]
+    assert cli.main([*words, "--to", "other"]) == 1
+    assert "can't be made" not in capsys.readouterr().err
 
 
 def test_a_server_is_asked_to_begin_no_answer_of_a_conversation_with_a_prefill(

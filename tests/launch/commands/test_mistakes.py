@@ -38,6 +38,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("tasks appworld --root run --out here", 2, "run/data/datasets/train.txt can't be read"),
         ("tasks appworld --out run", 2, "run is a folder: name the file to write"),
         ("evaluate --model miniature --data rows.csv --out run", 2, "run is a folder"),
+        ("evaluate --model miniature --data rows.csv --set a", 2, "--set a is a set of the run's"),
+        ("evaluate --model miniature --benchmark rows.csv --set a", 2, "names rows.csv: leave one"),
+        ("evaluate --model miniature --form luffy", 2, "name the file with --data or --benchmark"),
+        ("evaluate --model a --data rows.csv --parallel 4", 2, "name it with --endpoint"),
+        (
+            "evaluate --model a --data rows.csv --api-key-env K",
+            2,
+            "--api-key-env K is for a server",
+        ),
+        (
+            "evaluate --model a --data rows.csv --request-seconds 9",
+            2,
+            "--request-seconds 9.0 is for",
+        ),
         ("evaluate --recompute run --out no/x", 2, "no isn't a folder: create it first"),
         ("compare run other --out no/x", 2, "no isn't a folder"),
         ("ingest rows.csv --write no/x.parquet", 2, "no isn't a folder"),
@@ -116,8 +130,12 @@ def test_the_command_line_overrides_a_plans_settings(folder: Path) -> None:
             "rollout.max_new_tokens": "64",
             "run.seed": "2",
         }
-        assert arguments.temperature == [0, 0.6]
-        assert arguments.samples == 4
+        assert arguments.by_plan["temperature"] == [0, 0.6]
+        assert arguments.by_plan["samples"] == [4]
+
+
+def test_an_empty_list_of_a_plan_has_nothing(folder: Path) -> None:
+    assert plan_of(folder, "models:\nbenchmarks:\n").model == []
 
 
 def test_one_setting_of_a_plan_needs_no_list(folder: Path) -> None:
@@ -133,6 +151,7 @@ def test_one_setting_of_a_plan_needs_no_list(folder: Path) -> None:
         ("settings: {rollout.engine: vllm}", "write each as section.key=value"),
         ("samples: many", "samples is 'many'"),
         ("limit: 0", "limit is 0"),
+        ("models: [a, ]\nbenchmarks: [~]", "benchmarks has an empty entry"),
         ("model: a", "unknown key 'model'"),
     ],
 )

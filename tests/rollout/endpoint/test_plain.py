@@ -319,6 +319,8 @@ def test_a_session_has_one_answer_a_request(serving: Any, asked: Any, said: str)
         ({"prompt": "1", "logprobs": 21}, "logprobs=21"),
         ({"prompt": "1", "max_tokens": 0}, "max_tokens=0"),
         ({"prompt": [1] * CONTEXT, "max_tokens": 0, "echo": True, "logprobs": 1}, "tokens of"),
+        ({"prompt": "", "max_tokens": 0, "echo": True, "logprobs": 1}, "the prompt is empty"),
+        ({"prompt": ""}, "the prompt is empty"),
     ],
 )
 def test_what_can_not_be_answered_is_refused_by_name(serving: Any, asked: Any, said: str) -> None:
@@ -384,6 +386,38 @@ def test_an_engine_without_ranks_says_so(serving: Any, monkeypatch: pytest.Monke
         assert "can't score" in answer["error"]["message"]
 
     scenario(serving, body)
+
+
+def test_what_the_engine_refuses_is_the_clients_mistake(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.rollout.decoding import torch_engine
+
+    monkeypatch.setattr(torch_engine, "refusal", lambda *_: "temperature 0.001 is too cold")
+
+    async def body(client: Client, served: Any) -> None:
+        status, answer = await client.post("/v1/completions", prompt="12", temperature=0.001)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert answer["error"]["message"] == "temperature 0.001 is too cold"
+
+    scenario(serving, body)
+
+
+def test_an_error_that_nobody_has_foreseen_is_told_in_openais_form(
+    serving: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tandem.rollout.endpoint import forms
+
+    monkeypatch.setattr(forms, "completion", lambda *_: 1 / 0)
+
+    async def body(client: Client, served: Any) -> None:
+        status, answer = await client.post("/v1/completions", prompt="12", max_tokens=2)
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        assert answer["error"]["message"] == "ZeroDivisionError: division by zero"
+
+    scenario(serving, body)
+    assert "a request has failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_what_nobody_vouches_for_is_done_again_and_answered_as_if_once(serving: Any) -> None:
