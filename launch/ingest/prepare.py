@@ -45,6 +45,8 @@ class Prepared:
     """``(name, problems, weight)`` of each source."""
     data_digest: str
     """Digest of problems and traces."""
+    other_digests: dict[str, str]
+    """Digests of whatever else a run goes on with, by what the user calls it: of each held-out set."""
     counts: dict[str, SourceCounts]
     """What became of the rows, by source or set."""
 
@@ -248,8 +250,18 @@ def prepare(
         evaluate=evaluate,
         sources=tuple((name, counts[name].problems, weight) for name, weight in sources),
         data_digest=digest.hexdigest(),
+        other_digests={
+            f"data.evaluate {name}": _digest_of(problems) for name, problems in evaluate.items()
+        },
         counts=counts,
     )
+
+
+def _digest_of(problems: Sequence[Problem]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for problem in problems:
+        digest.update(wire.encode(problem))
+    return digest.hexdigest()
 
 
 def trained_traces(config: Config, prepared: Prepared) -> int:
