@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common import hub, models, wire
+from ...common import hub, models, templates, wire
 from ...common.config import Config, EvalSetConfig, SourceConfig, of_set
 from ...common.errors import ConfigError, DataError, TandemError
 from ...common.objectives import WITHOUT_GROUP
@@ -135,6 +135,7 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
         sources: list[SourceConfig | EvalSetConfig] = [*config.data.train, *config.data.evaluate]
         for source in sources:
             files += files_of(resolve(source))
+        files += _template_files(config)
         for file in files:
             if file.exists():
                 digest.update(f"{file.name}\n".encode())
@@ -142,6 +143,13 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
                     while chunk := content.read(1 << 20):
                         digest.update(chunk)
     return digest.hexdigest()
+
+
+def _template_files(config: Config) -> list[Path]:
+    """Templates that are files of the user's; the published ones come with the package."""
+    given = {config.data.template, *(one.template for one in config.data.evaluate)}
+    own = given - {None, *templates.names()}
+    return sorted(Path(str(name)).expanduser() for name in own)
 
 
 _OLD_OF_SET = ("path", "name", "form", "limit")

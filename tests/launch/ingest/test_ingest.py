@@ -244,6 +244,19 @@ def test_what_was_read_is_known_again_by_its_bytes(made: Path) -> None:
     assert digest() != before
 
 
+@pytest.mark.parametrize("key", ["data.template", "data.evaluate.0.template"])
+def test_a_template_is_known_again_by_its_text(made: Path, here: Path, key: str) -> None:
+    def digest() -> str:
+        config = load("miniature").resolve([*PLAIN, f"{key}=t.txt"])
+        return ingest.inputs_digest(config, RunFolder("runs/x"))
+
+    (here / "t.txt").write_text("7-{question}")
+    before = digest()
+    assert digest() == before
+    (here / "t.txt").write_text("8-{question}")
+    assert digest() != before
+
+
 def test_the_miniature_is_read_before_its_folder_exists(here: Path) -> None:
     config = load("miniature").resolve(["data.miniature_fresh=5"])
     found = ingest.prepare(config, RunFolder("runs/x"))
