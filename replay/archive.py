@@ -372,11 +372,13 @@ def join(
 ) -> tuple[int, int]:
     """Joins files of an archive into larger ones of up to :data:`FILE_BYTES` in another folder.
 
+    Each step becomes a row group, whatever it was in, so that it can be read without the others.
+
     Args:
         files: in the order in which their groups are to be.
         to: the folder, which must be empty or missing.
-        doing: called with the number of groups of every file that has been joined.
-        change: makes other groups of a file's; None = they stay as they are.
+        doing: called with the number of groups of every step that has been joined.
+        change: makes other groups of a step's; None = they stay as they are.
 
     Returns:
         Numbers of groups and of files written.
@@ -391,9 +393,7 @@ def join(
     staging.mkdir(parents=True)
     groups = number = 0
     writer, path = None, to
-    for source in files:
-        with _opened(source) as file:
-            part = file.read()
+    for part in _tables(files):
         if change is not None:
             every = [one for batch in part.to_batches(READ_GROUPS) for one in _groups(batch)]
             part = table(change(every))
@@ -414,6 +414,18 @@ def join(
         writer.close()
     replace_folder(staging, to)
     return groups, number
+
+
+def _tables(files: Iterable[Path]) -> Iterator[pa.Table]:
+    """The groups of each step, in the order of the files."""
+    for source in files:
+        with _opened(source) as file:
+            for number in range(file.num_row_groups):
+                part = file.read_row_group(number)
+                found = part["step"].unique().to_pylist()
+                for step in found:
+                    # Joined files of older versions have all their steps in one row group.
+                    yield part if len(found) == 1 else part.filter(pc.equal(part["step"], step))
 
 
 # Records to columns.
