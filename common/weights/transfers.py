@@ -48,7 +48,12 @@ LOST_SECONDS = 2.0
 GATHER_SECONDS = 2.0
 """A broadcast waits this long for a member to accept, then goes on with those that did."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Shortest and longest pause between attempts with one worker, in seconds; it doubles each time."""
+"""Shortest and longest pause between attempts with one worker or at a snapshot, in seconds; it doubles each time."""
+
+
+def pause_after(failures: int) -> float:
+    """Seconds until the next attempt after one more failure than these."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 10))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -133,8 +138,10 @@ class Transfers:
 
         self._snapshot: WeightManifest | None = None
         """The newest snapshot's."""
-        self._snapshot_step = -1
-        """Step of the last version of which a snapshot was begun."""
+        self._snapshot_failures = 0
+        """Number of snapshots in a row that couldn't be written."""
+        self._next_snapshot = 0.0
+        """``monotonic`` time before which ``snapshot_every`` has none written."""
         self._is_writing = False
 
     # For other threads.
@@ -204,8 +211,10 @@ class Transfers:
         for one in list(self._rounds):
             self._mind(one)
         # Several versions may have been published since the last look.
-        if every and newest and newest.step // every > self._snapshot_step // every:
-            self._write_snapshot()
+        written = -1 if self._snapshot is None else self._snapshot.version.step
+        if every and newest and newest.step // every > written // every:
+            if time.monotonic() >= self._next_snapshot:
+                self._write_snapshot()
 
     # Messages.
 
@@ -420,7 +429,6 @@ class Transfers:
             return
         published.started = True
         self._is_writing = True
-        self._snapshot_step = published.version.step
 
         def write() -> None:
             manifest = self._slots.manifest(published)
@@ -434,11 +442,14 @@ class Transfers:
         self._is_writing = False
         if problem:
             log.warning(problem)
+            self._next_snapshot = time.monotonic() + pause_after(self._snapshot_failures)
+            self._snapshot_failures += 1
             for peer in self._peers.values():
                 if peer.transfer is None and peer.ask.version != self._slots.newest:
                     self._postpone(peer)
             return
         self._snapshot = self._slots.manifest(published)
+        self._snapshot_failures = 0
         self._counts["snapshots"] += 1
         for peer in self._peers.values():
             peer.next_try = min(peer.next_try, time.monotonic())
@@ -484,7 +495,7 @@ class Transfers:
 
     def _postpone(self, peer: Peer) -> float:
         """Counts a failure; returns the seconds until the next attempt."""
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(peer.failures, 10))
+        pause = pause_after(peer.failures)
         peer.failures += 1
         peer.way += peer.failures % FAILURES_EACH == 0
         peer.next_try = time.monotonic() + pause

@@ -167,6 +167,20 @@ class TestSnapshots:
         publisher.publish(v(0), model(0))
         run.lines.wait_for("no snapshot of version 1.0", "weights.snapshot_folder")
 
+    def test_one_that_could_not_be_written_is_tried_again(self, run: Any, tmp_path: Path) -> None:
+        in_the_way = tmp_path / "file"
+        in_the_way.write_text("in the way")
+        ways(run, snapshot_folder=str(in_the_way / "weights"), snapshot_every=100)
+        publisher = run.publisher()
+        publisher.publish(v(0), model(0, big=True))
+        run.lines.wait_for("no snapshot of version 1.0")
+        in_the_way.unlink()
+        end = time.monotonic() + 20
+        while publisher.stats()["snapshots"] < 1:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert (in_the_way / "weights" / run.join.run_id / "LATEST").read_text() == "1.0"
+
     def test_they_are_written_as_often_as_asked(self, run: Any, tmp_path: Path) -> None:
         folder = tmp_path / "weights"
         options = ways(run, snapshot_folder=str(folder), snapshot_every=2)
