@@ -102,6 +102,8 @@ class Peer:
     """Number of attempts that have failed since the last success."""
     next_try: float = 0.0
     """``monotonic`` time before which nothing is offered."""
+    obstacle: str = ""
+    """Why nothing can be offered to it now."""
     last: dict[str, Any] | None = None
     """Figures of the last transfer, for reports."""
 
@@ -155,7 +157,7 @@ class Transfers:
         self._stopping = True
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, and each live worker's version and last transfer."""
+        """Counters since the start, each live worker's version and last transfer, and what keeps any from new ones."""
         peers = list(self._peers.copy().values())
         held = {p.member: p.ask.version for p in peers}
         return {
@@ -165,6 +167,9 @@ class Transfers:
             "buffer_bytes": self._slots.nbytes,
             "members": {who: [v.term, v.step] if v else None for who, v in held.items()},
             "transfers": {p.member: p.last for p in peers if p.last is not None},
+            "alarm": "; ".join(
+                f"{p.member} can't be sent new weights: {p.obstacle}" for p in peers if p.obstacle
+            ),
         }
 
     # The thread.
@@ -212,9 +217,9 @@ class Transfers:
             self._mind(one)
         # Several versions may have been published since the last look.
         written = -1 if self._snapshot is None else self._snapshot.version.step
-        if every and newest and newest.step // every > written // every:
-            if time.monotonic() >= self._next_snapshot:
-                self._write_snapshot()
+        is_due = every and newest and newest.step // every > written // every
+        if is_due and time.monotonic() >= self._next_snapshot:
+            self._write_snapshot()
 
     # Messages.
 
@@ -285,8 +290,11 @@ class Transfers:
             offer = self._best_offer(peer, published)
         except (WeightsError, RuntimeError) as error:
             self._postpone(peer)
-            log.warning(f"{peer.member} can't be sent version {published.version}: {error}")
-            offer = None
+            before, peer.obstacle, offer = peer.obstacle, str(error), None
+            if peer.obstacle != before:
+                log.warning(f"{peer.member} can't be sent version {published.version}: {error}")
+        else:
+            peer.obstacle = ""
         if offer is None:
             self._slots.release(published.slot)
             return
