@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tandem.common.config import PairsConfig
 from tandem.common.errors import ConfigError, DataError
@@ -276,6 +277,19 @@ def test_samples_are_graded_anew_if_the_source_says_so() -> None:
     assert tokens_of(made) == [A]
     assert made.traces[0].reward == 1.0
     assert made.traces[0].grader != "math@1"
+
+
+def test_a_reward_that_needs_what_no_group_has_is_refused_as_by_tandem_archive() -> None:
+    words = ("{path: kept, regrade: true}", "reward.components=[{name: code}]")
+    folder = archived(group(0, [Drawn(A)], prompt=(5, 6)))
+    with pytest.raises(DataError, match=r"code asks for tests \(tests\), and not one of the arch"):
+        prepared(*words)
+    # Where only some lack it, that is told.
+    given = replace(group(1, [Drawn(C)], prompt=(6, 6)), extra={"tests": ["assert True"]})
+    kept = ArchivedGroup(step=2, place=0, group=given, traces=(), replaced=(), row=None)
+    archive.write(folder / archive.file_name(2), [kept])
+    made = prepared(*words, "expert.accept=[correct, wrong, unparsable]")
+    assert "code asks for tests (tests), and 1 of 2 groups have none" in told(made)
 
 
 def test_tokens_beyond_the_vocabulary_are_refused() -> None:
