@@ -19,8 +19,10 @@ Free-form values (``extra``) and episodes, which older files lack, are JSON. The
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,6 +57,8 @@ wrote tokens have version 1, so that older versions read them as well."""
 _KEY = b"tandem.archive"
 FILE_BYTES = 256 << 20
 """Size from which on :func:`join` begins a new file."""
+_LENGTH_AND_MAGIC = 8
+"""Bytes at the very end of a parquet file, before which its footer stands."""
 READ_GROUPS = 16
 """Groups that are held at a time while an archive is read."""
 
@@ -204,6 +208,27 @@ def steps(folder: Path) -> Iterator[ArchivedStep]:
                 yield from (ArchivedStep(step=step, path=path, part=part) for step in found)
 
 
+def digest(folder: Path) -> str:
+    """Tells an archive from one with other groups, by the ends of its files: a parquet file's last bytes have the
+    place, the size and the bounds of every column of every row group. So it takes a moment, however large they are.
+
+    Raises:
+        DataError: a file can't be read.
+    """
+    made = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.glob("*.parquet")):
+        try:
+            with open(path, "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _LENGTH_AND_MAGIC))
+                length = int.from_bytes(file.read(4), "little")
+                file.seek(max(0, size - _LENGTH_AND_MAGIC - length))
+                made.update(f"{path.name} {size}\n".encode() + file.read())
+        except OSError as error:
+            raise DataError(f"{path} can't be read as an archive: {error}") from None
+    return made.hexdigest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRewards:
     """What a group's rows were paid; rows without a verdict are left out."""
@@ -347,11 +372,13 @@ def join(
 ) -> tuple[int, int]:
     """Joins files of an archive into larger ones of up to :data:`FILE_BYTES` in another folder.
 
+    Each step becomes a row group, whatever it was in, so that it can be read without the others.
+
     Args:
         files: in the order in which their groups are to be.
         to: the folder, which must be empty or missing.
-        doing: called with the number of groups of every file that has been joined.
-        change: makes other groups of a file's; None = they stay as they are.
+        doing: called with the number of groups of every step that has been joined.
+        change: makes other groups of a step's; None = they stay as they are.
 
     Returns:
         Numbers of groups and of files written.
@@ -366,9 +393,7 @@ def join(
     staging.mkdir(parents=True)
     groups = number = 0
     writer, path = None, to
-    for source in files:
-        with _opened(source) as file:
-            part = file.read()
+    for part in _tables(files):
         if change is not None:
             every = [one for batch in part.to_batches(READ_GROUPS) for one in _groups(batch)]
             part = table(change(every))
@@ -389,6 +414,18 @@ def join(
         writer.close()
     replace_folder(staging, to)
     return groups, number
+
+
+def _tables(files: Iterable[Path]) -> Iterator[pa.Table]:
+    """The groups of each step, in the order of the files."""
+    for source in files:
+        with _opened(source) as file:
+            for number in range(file.num_row_groups):
+                part = file.read_row_group(number)
+                found = part["step"].unique().to_pylist()
+                for step in found:
+                    # Joined files of older versions have all their steps in one row group.
+                    yield part if len(found) == 1 else part.filter(pc.equal(part["step"], step))
 
 
 # Records to columns.

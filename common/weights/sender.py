@@ -67,6 +67,7 @@ class WeightSender:
         # Two processes that share a GPU can't use NCCL.
         self._may_use_nccl = config.may_use_nccl
         self._shared = config.weights.transport in ("auto", "shared_memory")
+        self._must_share = config.weights.transport == "shared_memory"
         self._on_gpu = False
         self._layout: Layout | None = None
         self._last: Version | None = None
@@ -126,12 +127,14 @@ class WeightSender:
 
         Raises:
             WeightsError: the version isn't newer, or names, order or shapes differ from those of
-                the first publication.
+                the first publication; or ``/dev/shm`` has no room, and ``weights.transport`` names it.
         """
         self._check_newer(version)
         if self._layout is None:
             self._layout, parameters = self._lay_out(parameters)
-        slot = self._slots.take(self._layout, shared=self._shared, pin=self._on_gpu)
+        slot = self._slots.take(
+            self._layout, shared=self._shared, pin=self._on_gpu, required=self._must_share
+        )
         try:
             self._copy(slot, parameters)
         except BaseException:

@@ -187,12 +187,18 @@ class StagedTensors:
             self.segment.close()
 
 
-def stage(layout: Layout, where: Sequence[Path] | None = None) -> StagedTensors:
+def stage(
+    layout: Layout, where: Sequence[Path] | None = None, *, required: bool = False
+) -> StagedTensors:
     """Zeroed tensors, in a segment if there is room for one.
 
     Args:
         layout: where each tensor is.
         where: folders as for :class:`Segment`; with none at all, no other process sees the tensors.
+        required: whether the run has set ``weights.transport=shared_memory``, so that no other way would do.
+
+    Raises:
+        WeightsError: a segment is required, and there is no room.
     """
     if where is None or where:
         try:
@@ -200,6 +206,12 @@ def stage(layout: Layout, where: Sequence[Path] | None = None) -> StagedTensors:
             path = str(segment.path)
             return StagedTensors(layout=layout, buffer=segment.buffer, path=path, segment=segment)
         except (WeightsError, OSError) as error:
+            if required:
+                raise WeightsError(
+                    f"weights.transport=shared_memory needs room in {SHARED_MEMORY} for two versions of the "
+                    f"weights, {layout.total_bytes:,} bytes each: enlarge it (docker run --shm-size), or set "
+                    f"weights.transport=auto ({error})"
+                ) from None
             log.warning(f"weights are staged in memory that isn't shared: {error}")
     buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     return StagedTensors(layout=layout, buffer=buffer, path="")

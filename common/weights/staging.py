@@ -36,9 +36,11 @@ class StagingSlot:
         pin: whether a GPU copies to and from it.
     """
 
-    def __init__(self, layout: Layout, *, shared: bool = True, pin: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, *, shared: bool = True, pin: bool = False, required: bool = False
+    ) -> None:
         self.layout = layout
-        self.staged = stage(layout, (SHARED_MEMORY,) if shared else ())
+        self.staged = stage(layout, (SHARED_MEMORY,) if shared else (), required=required)
         self.tensors = self.staged.tensors()
         self._pinned = pin and self._pin()
         self.pins = 0
@@ -144,6 +146,8 @@ class StagingSlots:
         """Number of versions that a newer one overtook before anybody began to receive them."""
         self._lock = threading.Lock()
         self._slots: list[StagingSlot] = []
+        self._made = 0
+        """Number of buffers so far."""
         self._newest: Published | None = None
 
     def __len__(self) -> int:
@@ -161,7 +165,9 @@ class StagingSlots:
         newest = self._newest
         return newest.version if newest is not None else None
 
-    def take(self, layout: Layout, *, shared: bool, pin: bool) -> StagingSlot:
+    def take(
+        self, layout: Layout, *, shared: bool, pin: bool, required: bool = False
+    ) -> StagingSlot:
         """A buffer that nobody reads, with one pin.
 
         Two are enough unless a slow worker still holds an old version's; then there is one more for
@@ -184,7 +190,10 @@ class StagingSlots:
                 free[0].reset()
                 free[0].pins += 1
                 return free[0]
-        slot = StagingSlot(layout, shared=shared, pin=pin)
+        # A run that has what it needs isn't ended by a slow worker, for which it is one more.
+        required = required and self._made < 2
+        slot = StagingSlot(layout, shared=shared, pin=pin, required=required)
+        self._made += 1
         slot.pins += 1
         with self._lock:
             self._slots.append(slot)

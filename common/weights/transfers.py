@@ -48,7 +48,12 @@ LOST_SECONDS = 2.0
 GATHER_SECONDS = 2.0
 """A broadcast waits this long for a member to accept, then goes on with those that did."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Shortest and longest pause between attempts with one worker, in seconds; it doubles each time."""
+"""Shortest and longest pause between attempts with one worker or at a snapshot, in seconds; it doubles each time."""
+
+
+def pause_after(failures: int) -> float:
+    """Seconds until the next attempt after one more failure than these."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures, 10))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -97,6 +102,8 @@ class Peer:
     """Number of attempts that have failed since the last success."""
     next_try: float = 0.0
     """``monotonic`` time before which nothing is offered."""
+    obstacle: str = ""
+    """Why nothing can be offered to it now."""
     last: dict[str, Any] | None = None
     """Figures of the last transfer, for reports."""
 
@@ -133,8 +140,10 @@ class Transfers:
 
         self._snapshot: WeightManifest | None = None
         """The newest snapshot's."""
-        self._snapshot_step = -1
-        """Step of the last version of which a snapshot was begun."""
+        self._snapshot_failures = 0
+        """Number of snapshots in a row that couldn't be written."""
+        self._next_snapshot = 0.0
+        """``monotonic`` time before which ``snapshot_every`` has none written."""
         self._is_writing = False
 
     # For other threads.
@@ -148,7 +157,7 @@ class Transfers:
         self._stopping = True
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, and each live worker's version and last transfer."""
+        """Counters since the start, each live worker's version and last transfer, and what keeps any from new ones."""
         peers = list(self._peers.copy().values())
         held = {p.member: p.ask.version for p in peers}
         return {
@@ -158,6 +167,9 @@ class Transfers:
             "buffer_bytes": self._slots.nbytes,
             "members": {who: [v.term, v.step] if v else None for who, v in held.items()},
             "transfers": {p.member: p.last for p in peers if p.last is not None},
+            "alarm": "; ".join(
+                f"{p.member} can't be sent new weights: {p.obstacle}" for p in peers if p.obstacle
+            ),
         }
 
     # The thread.
@@ -204,7 +216,9 @@ class Transfers:
         for one in list(self._rounds):
             self._mind(one)
         # Several versions may have been published since the last look.
-        if every and newest and newest.step // every > self._snapshot_step // every:
+        written = -1 if self._snapshot is None else self._snapshot.version.step
+        is_due = every and newest and newest.step // every > written // every
+        if is_due and time.monotonic() >= self._next_snapshot:
             self._write_snapshot()
 
     # Messages.
@@ -276,8 +290,11 @@ class Transfers:
             offer = self._best_offer(peer, published)
         except (WeightsError, RuntimeError) as error:
             self._postpone(peer)
-            log.warning(f"{peer.member} can't be sent version {published.version}: {error}")
-            offer = None
+            before, peer.obstacle, offer = peer.obstacle, str(error), None
+            if peer.obstacle != before:
+                log.warning(f"{peer.member} can't be sent version {published.version}: {error}")
+        else:
+            peer.obstacle = ""
         if offer is None:
             self._slots.release(published.slot)
             return
@@ -420,7 +437,6 @@ class Transfers:
             return
         published.started = True
         self._is_writing = True
-        self._snapshot_step = published.version.step
 
         def write() -> None:
             manifest = self._slots.manifest(published)
@@ -434,11 +450,14 @@ class Transfers:
         self._is_writing = False
         if problem:
             log.warning(problem)
+            self._next_snapshot = time.monotonic() + pause_after(self._snapshot_failures)
+            self._snapshot_failures += 1
             for peer in self._peers.values():
                 if peer.transfer is None and peer.ask.version != self._slots.newest:
                     self._postpone(peer)
             return
         self._snapshot = self._slots.manifest(published)
+        self._snapshot_failures = 0
         self._counts["snapshots"] += 1
         for peer in self._peers.values():
             peer.next_try = min(peer.next_try, time.monotonic())
@@ -484,7 +503,7 @@ class Transfers:
 
     def _postpone(self, peer: Peer) -> float:
         """Counts a failure; returns the seconds until the next attempt."""
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(peer.failures, 10))
+        pause = pause_after(peer.failures)
         peer.failures += 1
         peer.way += peer.failures % FAILURES_EACH == 0
         peer.next_try = time.monotonic() + pause

@@ -152,7 +152,8 @@ def _alarms(fresh: Mapping[str, Mapping[str, Any]], history: History) -> tuple[s
     if history.alarm:
         reports = {m: r for m, r in reports.items() if r.get("role") != "learner"}
     own = (f"learner: {history.alarm}",) if history.alarm else ()
-    return own + tuple(f"{member}: {report['alarm']}" for member, report in reports.items())
+    away = tuple(f"{m}: {r['weights_alarm']}" for m, r in fresh.items() if r.get("weights_alarm"))
+    return own + away + tuple(f"{member}: {report['alarm']}" for member, report in reports.items())
 
 
 def _evaluations(facts: Facts | None, history: History) -> tuple[Evaluated, ...]:

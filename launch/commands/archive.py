@@ -23,6 +23,7 @@ from ...replay import archive
 from ...replay.archive import ArchivedGroup
 from ...reward.grading import Grader
 from ..host.servers import check_servers
+from ..ingest import regrading
 from ..ingest.accepting import accepted, item_of
 from ..ingest.counts import SourceCounts
 from ..progress import Progress
@@ -95,7 +96,6 @@ def _files(given: str | None) -> tuple[list[Path], int]:
 def _regrade(words: list[str], files: list[Path], counts: SourceCounts, stack: ExitStack) -> Change:
     """Grades all responses by the reward that these words name, and counts the expert traces that it leaves out."""
     from ..run.opened.presets import load, split
-    from . import regrading
 
     name, overrides = split(words, "")
     if not name:
@@ -107,7 +107,8 @@ def _regrade(words: list[str], files: list[Path], counts: SourceCounts, stack: E
     # Preferences are learned from wrong traces as well.
     rejects = config.learner.objective.rejects
     verdicts = [one.value for one in Verdict] if rejects else config.expert.accept
-    regrading.check(reward, files)
+    for line in regrading.check(reward, files):
+        print(line, file=sys.stderr)
     check_servers(reward)
     grader = stack.enter_context(Grader(reward))
     experts = grader

@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 130 if interrupted; OUT then has the rows graded so far."""
+    from ...common.config import frozen_digest
     from ...reward.grading import Grader
     from ..host.servers import check_servers
 
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         grader = stack.enter_context(Grader(config.reward))
         source = _Source(arguments.input, grader, config)
-        out = _Out(arguments.out, grader, fresh=arguments.fresh)
+        out = _Out(arguments.out, grader, frozen_digest(config, "reward"), fresh=arguments.fresh)
         stack.callback(out.close)
         total = source.check()
         lines = stack.enter_context(source.open())
@@ -169,10 +170,11 @@ class _Source:
 class _Out:
     """The output: rows in the order of the input, one whole row per line."""
 
-    def __init__(self, name: str, grader: Grader, *, fresh: bool) -> None:
+    def __init__(self, name: str, grader: Grader, digest: str, *, fresh: bool) -> None:
         from ...common.telemetry import JsonLines
 
         self._grader = grader
+        self._digest = digest
         self.path = None if name == "-" else Path(name).expanduser()
         if self.path is None:
             self._lines = JsonLines.on(sys.stdout)
@@ -202,10 +204,12 @@ class _Out:
                 old.get(k) == v for k, v in for_json(row.raw).items() if k not in ADDED
             )
             by = old.get("grader") == self._grader.name
+            # Rows of older versions don't say it.
+            by = by and old.get("reward_digest", self._digest) == self._digest
             if not same or not by or list(old.get("components") or ()) != self._grader.components:
                 raise DataError(
-                    f"{self.path} line {count} isn't a row of this input graded in this way: name "
-                    f"another --out, or --fresh moves it aside"
+                    f"{self.path} line {count} isn't a row of this input graded by this reward: "
+                    f"name another --out, or --fresh moves it aside"
                 )
             tally.add(old["verdict"] is not None, old["verdict"], old["reward"], old["components"])
         lines.seek(0)
@@ -214,7 +218,7 @@ class _Out:
     def write(self, row: Row, grade: Grade) -> None:
         from .grade_rows import graded
 
-        self._lines.write(graded(row, grade, self._grader.name))
+        self._lines.write(graded(row, grade, self._grader.name, self._digest))
 
     def close(self) -> None:
         if self.path is not None:

@@ -19,7 +19,7 @@ from ...common.errors import DataError
 from ...common.records import PROMPT_MESSAGES, FinishReason
 from ...reward.grading import Grade, GradeItem
 
-ADDED = ("verdict", "reward", "components", "extracted", "seconds", "grader")
+ADDED = ("verdict", "reward", "components", "extracted", "seconds", "grader", "reward_digest")
 """Keys that grading adds to a row."""
 OWN_KEYS = frozenset(
     (
@@ -164,7 +164,7 @@ def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def graded(row: Row, grade: Grade, grader: str) -> dict[str, Any]:
+def graded(row: Row, grade: Grade, grader: str, digest: str) -> dict[str, Any]:
     """A row with its results; ``verdict`` is null if the row has no gold answer."""
     return {
         **row.raw,
@@ -174,4 +174,5 @@ def graded(row: Row, grade: Grade, grader: str) -> dict[str, Any]:
         "extracted": grade.extracted,
         "seconds": round(grade.seconds, 6),
         "grader": grader,
+        "reward_digest": digest,
     }

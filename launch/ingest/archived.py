@@ -22,6 +22,7 @@ from ...common.seeds import keyed_generator
 from ...replay import archive
 from ...replay.forms import data_files
 from ...reward.grading import GradeItem, Grader
+from . import regrading
 from .counts import SourceCounts, drawn
 from .pairing import pairs_of
 
@@ -100,8 +101,11 @@ class ArchiveReader:
         """Problems and traces of an archive, with counts of what was left out.
 
         Raises:
-            DataError: it is damaged, is of a model with another tokenizer, or has no problem left.
+            DataError: it is damaged, is of a model with another tokenizer, or has no problem left; or it is to be graded
+                anew, and no group has what the reward asks for.
         """
+        if isinstance(source, SourceConfig) and source.regrade:
+            counts.lacking += regrading.check(self._config.reward, data_files(path))
         asked = list(self._asked(path, counts).values())
         if isinstance(source, SourceConfig):
             asked = self._judged(asked, source, counts)

@@ -42,6 +42,8 @@ class SourceCounts:
     """Those whose chosen response has fewer."""
     earlier_answers: int = 0
     """Traces of conversations with earlier answers, which aren't learned from."""
+    lacking: list[str] = field(default_factory=list)
+    """What a reward that grades an archive anew asks for and some of its groups lack."""
     unknown_logprobs: int = 0
     """Traces whose recorded log-probs are from another tokenizer and were left out."""
 
@@ -86,7 +88,8 @@ class SourceCounts:
             ungraded = f" ({self.ungraded_traces:,} not graded)" if self.ungraded_traces else ""
             parts.append(f"{self.traces:,} expert traces{ungraded}")
         listed = [f"{count:,} {what}" for count, what in self.left_out() if count]
-        return ", ".join(parts) + (f"; left out: {', '.join(listed)}" if listed else "")
+        left_out = [f"left out: {', '.join(listed)}"] if listed else []
+        return "; ".join([", ".join(parts), *left_out, *self.lacking])
 
 
 def drawn(problem_ids: Sequence[str], count: int, seed: int) -> set[str]:

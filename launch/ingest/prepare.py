@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common import hub, models, wire
+from ...common import hub, models, templates, wire
 from ...common.config import Config, EvalSetConfig, SourceConfig, of_set
 from ...common.errors import ConfigError, DataError, TandemError
 from ...common.objectives import WITHOUT_GROUP
 from ...common.records import ExpertTrace, Problem
 from ...common.run_folder import RunFolder
+from ...replay import archive
 from ...replay.evaluating.held_out import held_out
 from ...replay.forms import check_form
 from ...replay.forms import data_files as files_of
@@ -45,6 +46,8 @@ class Prepared:
     """``(name, problems, weight)`` of each source."""
     data_digest: str
     """Digest of problems and traces."""
+    other_digests: dict[str, str]
+    """Digests of whatever else a run goes on with, by what the user calls it: each held-out set, and the archive."""
     counts: dict[str, SourceCounts]
     """What became of the rows, by source or set."""
 
@@ -127,12 +130,15 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
     digest.update(repr((config.rollout.max_new_tokens, config.learner.source)).encode())
     model = check_model(config)
     files: list[Path] = []
+    if config.data.archive is not None:
+        digest.update(_archive_digest(config.data.archive).encode())
     if model is not None:
         files += [model / name for name in (*TOKENIZER_FILES, "tokenizer_config.json")]
     with data_files(config, folder) as resolve:
         sources: list[SourceConfig | EvalSetConfig] = [*config.data.train, *config.data.evaluate]
         for source in sources:
             files += files_of(resolve(source))
+        files += _template_files(config)
         for file in files:
             if file.exists():
                 digest.update(f"{file.name}\n".encode())
@@ -140,6 +146,17 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
                     while chunk := content.read(1 << 20):
                         digest.update(chunk)
     return digest.hexdigest()
+
+
+def _archive_digest(path: str) -> str:
+    return archive.digest(Path(path).expanduser())
+
+
+def _template_files(config: Config) -> list[Path]:
+    """Templates that are files of the user's; the published ones come with the package."""
+    given = {config.data.template, *(one.template for one in config.data.evaluate)}
+    own = given - {None, *templates.names()}
+    return sorted(Path(str(name)).expanduser() for name in own)
 
 
 _OLD_OF_SET = ("path", "name", "form", "limit")
@@ -233,6 +250,9 @@ def prepare(
             problems, traces, tokenizer, tokens=config.data.pack_tokens, seed=config.run.seed
         )
         sources = [(PACKED, 1)]
+    others = {f"data.evaluate {name}": _digest_of(held) for name, held in evaluate.items()}
+    if config.data.archive is not None:
+        others["data.archive"] = _archive_digest(config.data.archive)
     digest = hashlib.blake2b(digest_size=16)
     for problem in problems:
         digest.update(wire.encode(problem))
@@ -248,8 +268,16 @@ def prepare(
         evaluate=evaluate,
         sources=tuple((name, counts[name].problems, weight) for name, weight in sources),
         data_digest=digest.hexdigest(),
+        other_digests=others,
         counts=counts,
     )
+
+
+def _digest_of(problems: Sequence[Problem]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for problem in problems:
+        digest.update(wire.encode(problem))
+    return digest.hexdigest()
 
 
 def trained_traces(config: Config, prepared: Prepared) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...common import disk
 from ...common.errors import ConfigError, DataError, TandemError
@@ -195,12 +196,20 @@ class Job:
             return None
         self._ingest = IngestProcess(self._config, self._folder, self._say)
         found = self._ingest.prepare()
-        if before and found.data_digest != before["data_digest"]:
+        if before:
+            self._refuse_changed(before, found)
+        return found
+
+    def _refuse_changed(self, before: Mapping[str, Any], found: Found) -> None:
+        """Refuses data other than those that the run began with; runs of older versions know only those of training."""
+        known = {"data.train": before["data_digest"], **before.get("other_digests", {})}
+        now = {"data.train": found.data_digest, **found.other_digests}
+        changed = [name for name, digest in now.items() if known.get(name, digest) != digest]
+        if changed:
             raise ConfigError(
-                f"the data sets have changed since {shown(self._folder.path)} was started: "
+                f"the data sets have changed since {shown(self._folder.path)} was started ({', '.join(changed)}): "
                 f"restore them, or start over with --fresh (the old folder is moved aside)"
             )
-        return found
 
     def _fill(self, store: Store, found: Found | None) -> None:
         from ...replay.callback_requests import CallbackRequests
@@ -214,6 +223,8 @@ class Job:
             ledger, runs = Ledger(store, "supervisor"), RunStore(store)
             reload(ledger, runs, self._config, sources, before["data_digest"])
             known = {**before, "inputs": self._digest}
+            if found is not None:
+                known["other_digests"] = found.other_digests
         else:
             assert found is not None
             assert self._ingest is not None
@@ -221,6 +232,7 @@ class Job:
             known = {
                 "inputs": self._digest,
                 "data_digest": found.data_digest,
+                "other_digests": found.other_digests,
                 "sources": [list(source) for source in found.sources],
                 "traces": found.traces,
             }

@@ -233,6 +233,8 @@ class Reporter:
                 "total_steps": self._total,
                 "waiting": waiting,
                 "alarm": alarm,
+                # Of the others there is a record in the metrics.
+                "weights_alarm": weights.get("alarm", ""),
                 "seconds": self._seconds,
                 "weights": dict(weights),
                 "memory": self._memory,

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from served import wait_served
 from weight_processes import as_bytes, model
 
+from tandem.common.errors import WeightsError
 from tandem.common.records import Version
-from tandem.common.weights import transfers
+from tandem.common.weights import staging, transfers
 from tandem.common.weights.shared_memory import SHARED_MEMORY
 
 
@@ -105,6 +106,33 @@ class TestSharedMemory:
         wait_served(publisher, v(0), 10)
         assert publisher.stats()["transfers"]["rollout-0"]["transport"] == "gloo"
 
+    def test_no_room_for_it_ends_the_run_with_the_way_out(
+        self, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(staging, "SHARED_MEMORY", tmp_path / "none")
+        ways(run, transport="shared_memory")
+        with pytest.raises(WeightsError, match=r"shm-size\), or set weights\.transport=auto"):
+            run.publisher().publish(v(0), model(0, big=True))
+        # Any other way will do where none is set.
+        ways(run, transport="auto")
+        run.publisher(term=run.new_term()).publish(v(0, term=2), model(0, big=True))
+
+    def test_a_worker_that_cannot_use_it_is_an_alarm_until_it_can(
+        self, run: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = ways(run, transport="shared_memory")
+        publisher = run.publisher()
+        with monkeypatch.context() as patch:
+            patch.setattr(transfers, "shared_memory_name", lambda: "of another host")
+            worker = run.worker(**options)
+            publisher.publish(v(0), model(0, big=True))
+            run.lines.wait_for("rollout-0 can't be sent version 1.0: weights.transport=shared_mem")
+            said = publisher.stats()["alarm"]
+            assert said.startswith("rollout-0 can't be sent new weights: weights.transport=shared")
+            assert "set weights.transport=auto" in said
+        assert worker.next() == (v(0), as_bytes(model(0, big=True)))
+        assert publisher.stats()["alarm"] == ""
+
 
 class TestSnapshots:
     def test_a_worker_is_served_from_disk_and_the_newest_two_are_kept(
@@ -166,6 +194,20 @@ class TestSnapshots:
         run.worker(**options)
         publisher.publish(v(0), model(0))
         run.lines.wait_for("no snapshot of version 1.0", "weights.snapshot_folder")
+
+    def test_one_that_could_not_be_written_is_tried_again(self, run: Any, tmp_path: Path) -> None:
+        in_the_way = tmp_path / "file"
+        in_the_way.write_text("in the way")
+        ways(run, snapshot_folder=str(in_the_way / "weights"), snapshot_every=100)
+        publisher = run.publisher()
+        publisher.publish(v(0), model(0, big=True))
+        run.lines.wait_for("no snapshot of version 1.0")
+        in_the_way.unlink()
+        end = time.monotonic() + 20
+        while publisher.stats()["snapshots"] < 1:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert (in_the_way / "weights" / run.join.run_id / "LATEST").read_text() == "1.0"
 
     def test_they_are_written_as_often_as_asked(self, run: Any, tmp_path: Path) -> None:
         folder = tmp_path / "weights"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
+
+import xxhash
 
 from ..tree import Config
 
@@ -95,8 +98,18 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 def frozen_differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """The part of :func:`differences` that a resumed run may not change."""
-    return {
-        key: values
-        for key, values in differences(old, new).items()
-        if not any(fnmatchcase(key, pattern) for pattern in CHANGEABLE)
-    }
+    return {key: values for key, values in differences(old, new).items() if not _may_change(key)}
+
+
+def frozen_digest(config: Config, section: str) -> str:
+    """Tells a section from one with other settings of those that a resumed run may not change.
+
+    Settings at their defaults are left out, since later versions have more of them.
+    """
+    tree = config.model_dump(mode="json", include={section}, exclude_defaults=True)
+    told = {key: value for key, value in leaves(tree).items() if not _may_change(key)}
+    return xxhash.xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())
+
+
+def _may_change(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in CHANGEABLE)

@@ -18,8 +18,7 @@ from ....learner.loop.schedule import CRITIC_KEY, warmup_of
 from ....reward.components.scoring import Scorer
 from ....reward.reading import modes
 from ...callbacks.caller import Caller, Ended
-from ...host import existing_redis
-from . import own_functions
+from ...host import existing_redis, own_functions
 
 
 def check_named(config: Config) -> None:

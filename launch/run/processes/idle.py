@@ -51,13 +51,17 @@ class IdleShares:
         }
 
 
+def _key(report: Mapping[str, Any]) -> str:
+    return "weights_alarm" if report.get("role") == "learner" else "alarm"
+
+
 class ReportWatch:
     """A thread that reads the reports every two seconds, so that the supervisor never waits."""
 
     def __init__(self, runs: RunStore) -> None:
         self.idle = IdleShares()
         self.alarms: Mapping[str, str] = {}
-        """What a person should look at now, by member; the learner's stand in its metrics."""
+        """What a person should look at now, by member; most of the learner's stand in its metrics."""
         self._runs = runs
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
@@ -75,11 +79,9 @@ class ReportWatch:
             self.idle.add(reports)
             fresh = time.time() - FRESH_SECONDS
             self.alarms = {
-                member: str(report["alarm"])
+                member: str(alarm)
                 for member, report in sorted(reports.items())
-                if report.get("alarm")
-                and report.get("role") != "learner"
-                and report["time"] > fresh
+                if (alarm := report.get(_key(report))) and report["time"] > fresh
             }
 
     def stop(self) -> dict[str, float]:

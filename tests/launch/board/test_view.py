@@ -156,6 +156,15 @@ def test_an_alarm_of_the_learner_is_told_once_live_and_after_the_end() -> None:
     assert ended.to_json()["alarms"] == ended.alarms
 
 
+def test_a_worker_that_no_weights_can_reach_is_told_beside_the_learners_own_alarm() -> None:
+    made = history()
+    made.add(alarmed(101))
+    text = "rollout-0 can't be sent new weights: weights.transport=nccl needs a GPU on each side"
+    learner = {**REPORTS["learner-0"], "alarm": f"step 101: {ALARM}", "weights_alarm": text}
+    live = assemble(KNOWN, made, facts(reports={"learner-0": learner}), now=NOW)
+    assert live.alarms == (f"learner: step 101: {ALARM}", f"learner-0: {text}")
+
+
 def test_why_the_figures_are_old_is_told() -> None:
     made = assemble(KNOWN, History(), facts(), problem="Redis at h:1 didn't answer", now=NOW)
     assert any("didn't answer" in line.plain for line in draw(made, 80))

@@ -104,6 +104,30 @@ def test_a_group_is_graded_whole_where_its_rest_is_left(here: Path) -> None:
         ]
 
 
+def test_another_mix_of_the_same_components_does_not_go_on(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(here / "in.jsonl", *({"id": n, "completion": "a a a"} for n in range(3)))
+    ngram = "params: {ngram: 1, unit: words}"
+    part = f"{{name: repetition, weight: 0.5, {ngram}}}"
+    command = ["grade", "in.jsonl", "--out", "out.jsonl", "--reward"]
+    assert main([*command, part]) == 0
+    whole = (here / "out.jsonl").read_text()
+    for other in (part.replace("0.5", "1"), part.replace("ngram: 1", "ngram: 2")):
+        assert main([*command, other]) == 2
+        assert "out.jsonl line 1 isn't a row of this input graded by" in capsys.readouterr().err
+        assert (here / "out.jsonl").read_text() == whole
+    # What changes no grade may change, and rows of older versions are gone on with.
+    rows = read(here / "out.jsonl")
+    write(
+        here / "out.jsonl",
+        *({k: v for k, v in r.items() if k != "reward_digest"} for r in rows[:1]),
+    )
+    assert main([*command, part, "reward.graders=1"]) == 0
+    again = read(here / "out.jsonl")
+    assert [row["reward"] for row in again] == [row["reward"] for row in rows]
+
+
 def test_components_alone_need_no_gold_and_no_grader_process(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tandem.common.config import PairsConfig
 from tandem.common.errors import ConfigError, DataError
@@ -243,6 +244,31 @@ def test_a_wrong_sample_that_is_paid_as_much_is_no_rejected_one() -> None:
     assert "1 pairs whose wrong sample is paid as much" in told(made)
 
 
+def test_an_archive_that_is_trained_on_as_it_was_is_known_again_by_its_files() -> None:
+    def digests() -> tuple[str, str]:
+        words = ["learner.objective.name=grpo", "data.archive=trained", "data.miniature=null"]
+        config = load("miniature-sft").resolve(
+            [*words, "data.train=[{path: kept}]", "data.evaluate=[]", "evaluate.every=0"]
+        )
+        folder = RunFolder("run")
+        made = ingest.prepare(config, folder).other_digests
+        assert list(made) == ["data.archive"]
+        return made["data.archive"], ingest.inputs_digest(config, folder)
+
+    archived(group(0, [Drawn(A)], prompt=(5, 6)))
+    groups = [group(n, [Drawn(A), Drawn(C, WRONG)], prompt=(5, 6)) for n in range(2)]
+    folder = archived(*groups, name="trained")
+    before = digests()
+    assert digests() == before
+    # The same names and groups, of which one is paid something else.
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    groups[1] = group(1, [Drawn(A), Drawn(C, WRONG, reward=0.5)], prompt=(5, 6))
+    archived(*groups, name="trained")
+    assert all(new != old for new, old in zip(digests(), before, strict=True))
+
+
 def test_samples_are_graded_anew_if_the_source_says_so() -> None:
     boxed = "1+6=07</think> <answer> \\boxed{07} </answer>"
     archived(group(0, [Drawn(A, WRONG, text=boxed), Drawn(C, text="none")], prompt=(5, 6)))
@@ -251,6 +277,19 @@ def test_samples_are_graded_anew_if_the_source_says_so() -> None:
     assert tokens_of(made) == [A]
     assert made.traces[0].reward == 1.0
     assert made.traces[0].grader != "math@1"
+
+
+def test_a_reward_that_needs_what_no_group_has_is_refused_as_by_tandem_archive() -> None:
+    words = ("{path: kept, regrade: true}", "reward.components=[{name: code}]")
+    folder = archived(group(0, [Drawn(A)], prompt=(5, 6)))
+    with pytest.raises(DataError, match=r"code asks for tests \(tests\), and not one of the arch"):
+        prepared(*words)
+    # Where only some lack it, that is told.
+    given = replace(group(1, [Drawn(C)], prompt=(6, 6)), extra={"tests": ["assert True"]})
+    kept = ArchivedGroup(step=2, place=0, group=given, traces=(), replaced=(), row=None)
+    archive.write(folder / archive.file_name(2), [kept])
+    made = prepared(*words, "expert.accept=[correct, wrong, unparsable]")
+    assert "code asks for tests (tests), and 1 of 2 groups have none" in told(made)
 
 
 def test_tokens_beyond_the_vocabulary_are_refused() -> None:

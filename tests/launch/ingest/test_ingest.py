@@ -16,7 +16,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from tandem.common import prompts
-from tandem.common.config import Config
+from tandem.common.config import Config, to_yaml
 from tandem.common.errors import DataError, TandemError
 from tandem.common.models import resolve
 from tandem.common.records import Verdict
@@ -241,6 +241,19 @@ def test_what_was_read_is_known_again_by_its_bytes(made: Path) -> None:
     assert digest("run.steps=9", "log.every=1", "expert.when=all_failed") == before
     assert digest("rollout.max_new_tokens=60") != before
     change(made / "heldout.parquet", lambda rows: rows.pop())
+    assert digest() != before
+
+
+@pytest.mark.parametrize("key", ["data.template", "data.evaluate.0.template"])
+def test_a_template_is_known_again_by_its_text(made: Path, here: Path, key: str) -> None:
+    def digest() -> str:
+        config = load("miniature").resolve([*PLAIN, f"{key}=t.txt"])
+        return ingest.inputs_digest(config, RunFolder("runs/x"))
+
+    (here / "t.txt").write_text("7-{question}")
+    before = digest()
+    assert digest() == before
+    (here / "t.txt").write_text("8-{question}")
     assert digest() != before
 
 
@@ -502,6 +515,35 @@ def test_a_missing_column(made: Path, here: Path, capsys) -> None:
 def test_an_empty_data_set(made: Path, here: Path, capsys) -> None:
     change(made / "fresh.parquet", lambda rows: rows.clear())
     assert "holds no rows" in refused(capsys, here, *PLAIN)
+
+
+def begun(here: Path, *overrides: str) -> tuple[str, ...]:
+    """The folder of a run that has read its data and was stopped; returns the words that go on with it."""
+    words = (*PLAIN, f"run.dir={here / 'run'}", *overrides)
+    config = load("miniature").resolve(words)
+    folder = RunFolder(here / "run")
+    folder.make()
+    folder.write_config(to_yaml(config))
+    found = ingest.prepare(config, folder)
+    known = {
+        "inputs": ingest.inputs_digest(config, folder),
+        "data_digest": found.data_digest,
+        "other_digests": found.other_digests,
+        "sources": found.sources,
+        "traces": len(found.traces),
+    }
+    folder.write_run({"run_id": "r", "preset": "miniature", "port": 1, "ingest": known})
+    return words
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_does_not_go_on_with_other_held_out_problems(made: Path, here: Path, capsys) -> None:
+    words = begun(here)
+    change(made / "heldout.parquet", lambda rows: rows[1]["reward_model"].update(ground_truth="1"))
+    assert main(["start", *words]) != 0
+    said = capsys.readouterr().err
+    assert "have changed since" in said
+    assert "(data.evaluate heldout): restore them" in said
 
 
 def test_a_file_that_is_not_there(made: Path, here: Path, capsys) -> None:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
-from ....common.errors import ConfigError
-from ....reward.graders.zygote_link import KEPT_ENVIRONMENT
+from ...common.errors import ConfigError
+from ...reward.graders.zygote_link import KEPT_ENVIRONMENT
 
 SECONDS = 120
 """Time to import the modules, of which an objective's imports torch; then the kernel ends the process."""
@@ -91,12 +91,12 @@ def main(arguments: Sequence[str]) -> int:
     asked = []
     try:
         if kind == "objective":
-            from ....learner.objectives.base import imported
+            from ...learner.objectives.base import imported
 
             for path in paths:
                 imported(path)
         else:
-            from ....reward.graders import user_functions
+            from ...reward.graders import user_functions
 
             for path in paths:
                 function = user_functions.load(path)

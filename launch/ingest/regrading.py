@@ -6,7 +6,6 @@ messages of prompts. Another reward may ask for more.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from ...common.records import PROMPT_MESSAGES
 from ...replay import archive
 from ...reward.components import functions
 from ...reward.components.scoring import Scorer
-from ..run.opened import own_functions
+from ..host import own_functions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +37,22 @@ class Need:
     """Whether an archive without it is refused."""
 
 
-def check(reward: RewardConfig, files: Sequence[Path]) -> None:
-    """Warns of groups that lack what a reward asks for.
+def check(reward: RewardConfig, files: Sequence[Path]) -> list[str]:
+    """Says which groups lack what a reward asks for, a line for each thing.
 
     Raises:
         DataError: no group has something that a component can't do without.
     """
     needs = list(_needs(reward))
     if not needs:
-        return
+        return []
     count, lacking = 0, [0] * len(needs)
     for file in files:
         for extra in archive.extras(file):
             count += 1
             for place, need in enumerate(needs):
                 lacking[place] += not need.has(extra)
+    found = []
     for need, number in zip(needs, lacking, strict=True):
         named = f"reward component {need.component} asks for {need.what}"
         if 0 < number == count and need.is_needed:
@@ -62,10 +62,8 @@ def check(reward: RewardConfig, files: Sequence[Path]) -> None:
                 f"records its values)"
             )
         if number:
-            print(
-                f"{named}, and {number:,} of {count:,} groups have none: {need.otherwise}",
-                file=sys.stderr,
-            )
+            found.append(f"{named}, and {number:,} of {count:,} groups have none: {need.otherwise}")
+    return found
 
 
 def _needs(reward: RewardConfig) -> Iterator[Need]:
