@@ -58,9 +58,25 @@ class Placed:
 
 
 def folder_of(preset: Preset, overrides: Sequence[str]) -> Path:
-    """The folder that holds those of the stages."""
-    given = [word.partition("=")[2] for word in overrides if word.startswith("run.dir=")]
-    return Path(given[-1] if given else f"runs/{preset.name}").expanduser()
+    """The folder of a preset's run, or the one that holds those of its stages.
+
+    Raises:
+        ConfigError: ``run.dir`` isn't a text, or a single run's settings are refused.
+    """
+    from ....common.config import parse_override
+
+    if not preset.stages:
+        return Path(str(preset.resolve(overrides).run.dir)).expanduser()
+    given = [parse_override(word) for word in overrides if _key(word) == "run.dir"]
+    folder = given[-1][1] if given else None
+    if not isinstance(folder, str | None):
+        raise ConfigError(f"run.dir={folder!r} should be a folder's path: a text in YAML")
+    return Path(folder or f"runs/{preset.name}").expanduser()
+
+
+def _key(word: str) -> str:
+    """The setting that an override names."""
+    return word.partition("=")[0].strip()
 
 
 def placed(preset: Preset, overrides: Sequence[str]) -> list[Placed]:
@@ -109,7 +125,7 @@ def placed(preset: Preset, overrides: Sequence[str]) -> list[Placed]:
 
 
 def _rounds(preset: Preset, overrides: Sequence[str]) -> int:
-    given = [word.partition("=")[2] for word in overrides if word.startswith("rounds=")]
+    given = [word.partition("=")[2].strip() for word in overrides if _key(word) == "rounds"]
     if not given:
         return preset.rounds
     if not given[-1].isdecimal() or int(given[-1]) < 1:
@@ -186,7 +202,7 @@ def words_of(stage: Placed, overrides: Sequence[str], stages: Sequence[Placed]) 
     kept = []
     for word in overrides:
         first, dot, rest = word.partition(".")
-        if word.startswith(("run.dir=", "rounds=")):
+        if _key(word) in ("run.dir", "rounds"):
             continue
         if not dot or first not in others:
             if first.partition("=")[0] not in stage.by_name:
@@ -293,7 +309,7 @@ def _run_stages(
         record = {
             "preset": preset.name,
             "preset_path": str(preset.path),
-            "overrides": [word for word in kept if not word.startswith("run.dir=")],
+            "overrides": [word for word in kept if _key(word) != "run.dir"],
             "stages": [stage.label for stage in stages],
         }
         content = json.dumps(record, indent=1) + "\n"

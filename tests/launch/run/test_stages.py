@@ -94,6 +94,27 @@ def test_overrides_are_for_all_stages_or_for_the_one_that_they_name() -> None:
     assert [stage.folder for stage in stages] == [Path("here/sft"), Path("here/rl")]
 
 
+@pytest.mark.parametrize(
+    ("word", "folder"),
+    [
+        ('run.dir="runs/ä"', "runs/ä"),
+        ("run.dir='a \"b\"'", 'a "b"'),
+        ("run.dir=null", "runs/mine"),
+        ("run.dir = runs/x", "runs/x"),
+    ],
+)
+def test_the_folder_of_stages_is_read_as_every_setting_is(word: str, folder: str) -> None:
+    preset = load(written(TWO))
+    stages = placed(preset, [word])
+    assert [stage.folder for stage in stages] == [Path(folder, "sft"), Path(folder, "rl")]
+    assert [words_of(stage, [word], stages) for stage in stages] == [[], []]
+
+
+def test_a_folder_of_stages_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir=7 should be a folder's path"):
+        placed(load(written(TWO)), ["run.dir=7"])
+
+
 def test_a_stage_may_take_settings_of_a_section_only_by_its_name() -> None:
     words = ["learner.objective.name=kto", "samples.learner.optimizer.lr=1e-4", "run.seed=2"]
     preset = load("miniature-dpo")
