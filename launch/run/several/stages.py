@@ -66,7 +66,7 @@ def folder_of(preset: Preset, overrides: Sequence[str]) -> Path:
     from ....common.config import parse_override
 
     if not preset.stages:
-        return Path(str(preset.resolve(overrides).run.dir)).expanduser()
+        return Path(str(preset.resolve(overrides).run.dir))
     given = [parse_override(word) for word in overrides if _key(word) == "run.dir"]
     folder = given[-1][1] if given else None
     if not isinstance(folder, str | None):
