@@ -197,13 +197,18 @@ def _in_round(word: str, stage: Placed) -> str:
 
 def words_of(stage: Placed, overrides: Sequence[str], stages: Sequence[Placed]) -> list[str]:
     """The overrides that a stage gets: ``sft.run.steps=5`` is for the stage ``sft`` alone, in all rounds, and
-    ``sft-2.run.steps=5`` for its second one."""
+    ``sft-2.run.steps=5`` for its second one.
+
+    Raises:
+        ConfigError: an override names the folder of a stage.
+    """
     others = {one.name for one in stages} | {one.label for one in stages}
     kept = []
     for word in overrides:
         first, dot, rest = word.partition(".")
         if _key(word) in ("run.dir", "rounds"):
             continue
+        _refuse_folder(word, rest if first in others else word)
         if not dot or first not in others:
             if first.partition("=")[0] not in stage.by_name:
                 kept.append(_in_round(word, stage))
@@ -212,6 +217,23 @@ def words_of(stage: Placed, overrides: Sequence[str], stages: Sequence[Placed]) 
         elif first == stage.name:
             kept.append(_in_round(rest, stage))
     return kept
+
+
+def _refuse_folder(word: str, setting: str) -> None:
+    """Refuses an override that would put a stage where the stages after it don't look.
+
+    Args:
+        word: as it was given.
+        setting: without the name of a stage.
+    """
+    from ....common.config import parse_override
+
+    key, value = parse_override(setting)
+    if key == "run.dir" or (key == "run" and isinstance(value, Mapping) and "dir" in value):
+        raise ConfigError(
+            f"{word}: the folders of the stages lie below run.dir: give run.dir=… by itself, without a stage's name, "
+            f"for the folder that holds them all"
+        )
 
 
 def of_preset(preset: Preset, overrides: Sequence[str]) -> Iterator[tuple[str, Preset, list[str]]]:

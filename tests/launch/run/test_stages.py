@@ -115,6 +115,25 @@ def test_a_folder_of_stages_that_is_no_text_is_refused() -> None:
         placed(load(written(TWO)), ["run.dir=7"])
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "sft.run.dir=there",
+        "rl.run.dir=null",
+        "sft.run={dir: there, steps: 3}",
+        "run={dir: there}",
+        "sft.run.dir =there",
+    ],
+)
+def test_a_stage_has_no_folder_elsewhere(
+    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["start", written(TWO), word, "--plain"]) == 2
+    said = capsys.readouterr().err
+    assert f"{word}: the folders of the stages lie below run.dir" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
 def test_a_stage_may_take_settings_of_a_section_only_by_its_name() -> None:
     words = ["learner.objective.name=kto", "samples.learner.optimizer.lr=1e-4", "run.seed=2"]
     preset = load("miniature-dpo")
