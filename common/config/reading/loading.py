@@ -239,7 +239,7 @@ def _of_kinds(
         left_out.append("learner.teacher")
     optimizer = _part(learner, "optimizer")
     named = _part(_part(other, "learner"), "optimizer").get("name", "adamw")
-    for key in unread_by(named):
+    for key in unread_by(str(named)):
         if optimizer.pop(key, None) is not None:
             left_out.append(f"learner.optimizer.{key}")
     rollout = _part(kept, "rollout")
