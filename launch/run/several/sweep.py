@@ -221,7 +221,7 @@ def cut(text: str) -> list[str]:
 
 def _seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.removesuffix(",").split(",")]
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"--seeds {text}: give a number of seeds, or seeds such as 0,7,9")
     seeds = [int(part) for part in parts]
     if "," not in text:
