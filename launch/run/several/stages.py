@@ -24,7 +24,7 @@ from ....common.run_folder import RunFolder, read_stages, write_atomic
 from ...board.terminal import Terminal
 from ...host.folder_lock import FolderLock
 from ...host.preflight import check_critic, check_model, check_teacher
-from ...wording import shown, shown_tandem
+from ...wording import shown, shown_folder, shown_tandem
 from .. import summary
 from ..job import run_job
 from ..opened.opening import Kind, Opening, free_name, open_folder, open_preset, open_run
@@ -494,7 +494,7 @@ def _again(preset: Preset, command: str, top: RunFolder) -> str:
     own = preset.path.parent != FOLDER
     words = [shown_tandem(), command, shown(preset.path) if own else preset.name]
     if top.path != Path(f"runs/{preset.name}").absolute():
-        words.append(f"run.dir={shown(top.path)}")
+        words.append(shown_folder(top.path))
     return shlex.join(words)
 
 

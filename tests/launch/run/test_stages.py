@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.run_folder import newest_stage
+from tandem.common.run_folder import RunFolder, newest_stage
 from tandem.launch.cli import main
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.several import stages
@@ -108,6 +109,13 @@ def test_the_folder_of_stages_is_read_as_every_setting_is(word: str, folder: str
     stages = placed(preset, [word])
     assert [stage.folder for stage in stages] == [Path(folder, "sft"), Path(folder, "rl")]
     assert [words_of(stage, [word], stages) for stage in stages] == [[], []]
+
+
+@pytest.mark.parametrize("folder", ["[mine]/x", "a: b", "1e3", "plain/ä"])
+def test_the_command_that_goes_on_names_the_same_folder(folder: str) -> None:
+    preset = load("miniature-sft-rl")
+    again = stages._again(preset, "start", RunFolder(folder))
+    assert folder_of(preset, shlex.split(again)[3:]) == Path(folder)
 
 
 def test_a_folder_of_stages_that_is_no_text_is_refused() -> None:

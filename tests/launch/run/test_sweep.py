@@ -118,6 +118,14 @@ def test_what_is_wrong_is_refused_before_anything_runs(
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize("out", ["[exp]/s", "{a}/s", "a: b", "007", "ä #1", "'q'"])
+def test_the_folder_may_have_any_name(out: str, here: Path) -> None:
+    made = plan(*SFT, "log.every=3,4", out=out)
+    assert [one.folder.path.parent for one in made.members] == [here / out] * 2
+    for one in made.members:
+        assert load("miniature-sft").resolve(one.words[2:]).run.dir == f"{out}/{one.name}"
+
+
 def test_a_preset_with_stages_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "miniature-sft-rl", "learner.optimizer.lr=1e-3,1e-4"]) == 2
     assert "preset miniature-sft-rl has stages" in capsys.readouterr().err
