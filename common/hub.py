@@ -11,12 +11,13 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from .errors import DataError
+from .run_folder import try_lock
 
 Kind = Literal["model", "dataset"]
 _NAME = re.compile(
@@ -42,6 +43,11 @@ RETRIES = 5
 READ_SECONDS = 60.0
 """Longest silence of the hub."""
 PIECE_BYTES = 1 << 20
+SILENT_SECONDS = 600.0
+"""Longest time for which a process that waits for another one's download sees nothing arrive. A connection is given up
+before that, and the digests of some large files are compared."""
+LOOK_SECONDS = 0.2
+"""Time between two looks at another process's download."""
 _INFORMATION = ("dataset_infos.json", "dataset_info.json", "state.json", "config.json")
 """JSON files that describe a data set and hold none of its rows."""
 
@@ -279,7 +285,8 @@ def cached_data(
     """The folder of a data set in the hub's cache, fetched if it isn't there yet.
 
     Raises:
-        DataError: as :func:`get_data` does; with ``HF_HUB_OFFLINE`` also if it isn't there.
+        DataError: as :func:`get_data` does; with ``HF_HUB_OFFLINE`` also if it isn't there; or another process
+            fetches it, and doesn't get on.
     """
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     at = "" if revision is None else f"@{revision}"
@@ -292,9 +299,45 @@ def cached_data(
             f"data set {name} isn't on this machine, and HF_HUB_OFFLINE is set: fetch it elsewhere with "
             f"`tandem get data {name}`, and name the folder"
         )
-    get_data(name, folder, revision, tell=tell)
-    complete.touch()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder, name, tell):
+        # Another process may have fetched it in the meantime.
+        if not complete.exists():
+            get_data(name, folder, revision, tell=tell)
+            complete.touch()
     return folder
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, name: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock of a folder, since two processes would write into one another's parts of files.
+
+    Raises:
+        DataError: another process holds it, and nothing arrives.
+    """
+    place = folder / ".lock"
+    with open(place, "ab") as lock:
+        seen, end = -1, 0.0
+        while not try_lock(lock.fileno()):
+            if seen < 0:
+                tell(f"waiting for another process that fetches {name}")
+            if (arrived := _bytes_in(folder)) != seen:
+                seen, end = arrived, time.monotonic() + SILENT_SECONDS
+            if time.monotonic() > end:
+                raise DataError(
+                    f"another process fetches data set {name}, and nothing has arrived for {SILENT_SECONDS:.0f} s: "
+                    f"`fuser {place}` names it; end that one, then start again"
+                )
+            time.sleep(LOOK_SECONDS)
+        yield
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # It has got its name just now.
+            total += file.stat().st_size
+    return total
 
 
 def _is(path: Path, one: Any) -> bool:

@@ -10,6 +10,8 @@ is the whole run.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -52,6 +54,26 @@ class JoinInfo(Record, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"JoinInfo(run_id={self.run_id!r}, host={self.host!r}, port={self.port}, …)"
+
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+"""System errors of a file system that knows no locks."""
+
+
+def try_lock(descriptor: int) -> bool:
+    """Locks an open file (``flock(2)``) if nobody else has locked it.
+
+    Returns:
+        Whether this process may go on; on a file system without locks it always may.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
 
 
 def sync_folder(folder: Path) -> None:

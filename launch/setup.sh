@@ -58,6 +58,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)" || exit 1
 venv="${TANDEM_VENV:-$root/.venv}"
 case "$venv" in /*) ;; *) venv="$PWD/$venv" ;; esac
 stamp="$venv/.tandem-setup"
+unfinished="$stamp.unfinished" # what the environment was and is for, while it is being changed
 lock="$venv/.tandem-lock"
 log="$venv/setup.log"
 made="$venv/.tandem-made" # stands in environments that this script made, and may therefore make again
@@ -76,7 +77,7 @@ stop() { # a message of one or more lines; then the end
 
 # --- what is wanted ------------------------------------------------------------------------
 
-stamp_line() { sed -n "s/^$1: //p" "$stamp" 2>/dev/null; }
+stamp_line() { sed -n "s/^$1: //p" "$stamp" 2>/dev/null || sed -n "s/^$1: //p" "$unfinished" 2>/dev/null; }
 
 gpus=0
 if command -v nvidia-smi >/dev/null 2>&1; then
@@ -290,11 +291,11 @@ elif [ "${version%% *}" != fits ]; then
 elif [ -n "${TANDEM_PYTHON:-}" ] && [ "$base_before" != "$TANDEM_PYTHON" ]; then
   remake=yes
   say "$venv was not made with TANDEM_PYTHON=$TANDEM_PYTHON: making it again"
-elif [ -f "$stamp" ] && [ "$(stamp_line root)" != "$root" ]; then
+elif [ -n "$(stamp_line root)" ] && [ "$(stamp_line root)" != "$root" ]; then
   # The scripts in bin/ and the editable install hold absolute paths.
   remake=yes
   say "$venv was made for $(stamp_line root): making it again"
-elif [ -f "$stamp" ] && [ "$(stamp_line accelerator)" != "$accelerator" ]; then
+elif [ -n "$(stamp_line root)" ] && [ "$(stamp_line accelerator)" != "$accelerator" ]; then
   remake=yes
   say "$venv was made for hosts without GPUs: making it again for all (TANDEM_VENV names another place)"
 elif ! "$python" -m pip --version >/dev/null 2>&1 && [ -z "$uv" ]; then
@@ -387,8 +388,23 @@ uninstall() {
   fi
 }
 
-# From here until the stamp is written the environment counts as unfinished.
-rm -f "$stamp"
+if [ "$remake" = no ]; then
+  base="${TANDEM_PYTHON:-${base_before:-$python}}"
+  base_version="${version##* }"
+fi
+
+# From here until the stamp is written the environment counts as unfinished. What it is for stays known, since a host
+# without GPUs may be the next to see it.
+if [ -n "$(stamp_line root)" ]; then
+  {
+    echo "extras: $(stamp_line extras)"
+    echo "root: $root"
+    echo "accelerator: $accelerator"
+    echo "base: $base"
+  } >"$unfinished.new" || stop "$unfinished.new cannot be written: is the disk full?"
+  mv "$unfinished.new" "$unfinished" || stop "$unfinished cannot be written: check the permissions of $venv"
+  rm -f "$stamp"
+fi
 
 if [ "$remake" = yes ]; then
   # Only what an environment consists of; never the folder itself, whose name the user may have mistyped.
@@ -402,8 +418,6 @@ if [ "$remake" = yes ]; then
   fi
 else
   : >>"$log"
-  base="${TANDEM_PYTHON:-${base_before:-$python}}"
-  base_version="${version##* }"
 fi
 [ -x "$python" ] || stop "$python is missing after the environment was made: remove $venv and run this again"
 
@@ -447,7 +461,7 @@ sys.exit(0 if torch.cuda.is_available() else 1)' >>"$log" 2>&1; then
       "  torch ${torch_has:-cannot be imported, see $log}" \
       "Install the build that fits the driver:" \
       "  $python -m pip install uv && $venv/bin/uv pip install --python $python -c $root/constraints.txt --torch-backend auto --reinstall-package torch torch" \
-      "or a newer driver, then run this again. To do without the GPUs hide nvidia-smi from PATH."
+      "or a newer driver, then run this again. To do without the GPUs hide nvidia-smi from PATH, and remove $venv if it was made for GPUs before."
   fi
 fi
 
@@ -541,4 +555,5 @@ attempt "compiling what a run loads" compiled
   echo "python: $base_version"
 } >"$stamp.new" || stop "$stamp.new cannot be written: is the disk full?"
 mv "$stamp.new" "$stamp" || stop "$stamp cannot be written: check the permissions of $venv"
+rm -f "$unfinished"
 say "ready in $((SECONDS - started)) s: $venv, Python $base_version, ${extras:-core}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from ..common.errors import ConfigError
 
 
 def human(count: float) -> str:
@@ -38,6 +41,24 @@ def duration(seconds: float) -> str:
 def shown(path: Path) -> str:
     """A path as a user in the working directory would type it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def shown_folder(path: Path) -> str:
+    """``run.dir=PATH``, quoted where YAML would read another value than the path.
+
+    >>> shown_folder(Path("runs/mine"))
+    'run.dir=runs/mine'
+    >>> shown_folder(Path("[mine]/é"))
+    'run.dir="[mine]/é"'
+    """
+    from ..common.config import parse_override
+
+    word = f"run.dir={shown(path)}"
+    try:
+        plain = parse_override(word)[1] == shown(path)
+    except ConfigError:
+        plain = False
+    return word if plain else f"run.dir={json.dumps(shown(path), ensure_ascii=False)}"
 
 
 def shown_python() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -36,7 +37,7 @@ def _trained(steps: int) -> int:
 class RunConfig(Section):
     """What the run is called, where its folder is and how long it goes on."""
 
-    dir: str | None = None
+    dir: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
     """The run's folder; None = ``runs/<preset>``."""
     seed: int = 0
     """Seed of the order of problems, sampling noise and mixing."""

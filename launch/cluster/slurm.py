@@ -20,7 +20,7 @@ MARGIN = 5.0
 """Seconds of the grace that are left for processes to be gone."""
 LEAST_GRACE = 10.0
 PATIENCE = 600
-"""Seconds for which a worker's script waits for the join file; ``tandem join`` then says that it is missing."""
+"""Seconds for which a worker's script waits for the join file; then it asks to be queued again."""
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 
 
@@ -120,12 +120,10 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
         site.workers,
         *("--workers", str(site.workers)),
     )
-    made = {}
+    made = {} if preset_text is None else {PRESET: preset_text}
     if site.gang:
         made["gang.sbatch"] = render("slurm/gang.sbatch", rollout, site.templates)
         return made
-    if preset_text is not None:
-        made[PRESET] = preset_text
     made["head.sbatch"] = render("slurm/head.sbatch", common, site.templates)
     made["rollout.sbatch"] = render("slurm/workers.sbatch", rollout, site.templates)
     if hosts > 1:

@@ -64,13 +64,16 @@ def _findings(
 ) -> list[Finding]:
     """What each run of a preset needs; stages mostly need the same."""
     from ..host.requirements import examine
-    from ..run.several.stages import of_preset
+    from ..run.several.stages import of_plan
 
     found: list[Finding] = []
-    for _, run, own in of_preset(preset, overrides):
+    earlier: list[Path] = []
+    for _, run, own in of_plan(preset, overrides):
         config = run.resolve(own)
         folder = Path(config.run.dir or "runs").absolute()
-        found += [one for one in examine(config, here, folder, beside=beside) if one not in found]
+        needs = examine(config, here, folder, beside=beside, earlier=earlier)
+        found += [one for one in needs if one not in found]
+        earlier.append(folder)
     return found
 
 

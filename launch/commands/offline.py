@@ -33,8 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     code = run_words(words, fresh=fresh, offline=True, plain=arguments.plain)
     if arguments.step is not None and code == 0:
-        folder = next(w for w in reversed(words) if w.startswith("run.dir=")).partition("=")[2]
-        _print(RunFolder(folder), arguments.step)
+        from ..run.opened.opening import open_preset
+        from ..run.several.stages import folder_of
+
+        _print(RunFolder(folder_of(*open_preset(words, offline=True))), arguments.step)
     return code
 
 

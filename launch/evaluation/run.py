@@ -8,7 +8,6 @@ samples are all there is written anew, in order, and its figures follow from tha
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import itertools
 import json
 import os
@@ -25,7 +24,7 @@ from msgspec import structs
 
 from ...common.errors import ConfigError, TandemError
 from ...common.plain import read_object
-from ...common.run_folder import write_atomic
+from ...common.run_folder import try_lock, write_atomic
 from ...replay.evaluating.evaluated import (
     PARQUET,
     Cell,
@@ -104,12 +103,8 @@ def owned(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TandemError(
-                f"another process evaluates into {folder}: wait for it, or stop it"
-            ) from None
+        if not try_lock(lock.fileno()):
+            raise TandemError(f"another process evaluates into {folder}: wait for it, or stop it")
         yield
 
 

@@ -3,13 +3,12 @@
 The lock is ``flock(2)`` on ``<folder>/lock``, so it ends with the last process that has the file
 open, however that process ends. The file's content only tells a person which process that is. The
 lock also leads to a redis-server that outlived its supervisor; it is ended before the folder
-changes hands, since two servers must never write one append-only file. Between hosts that share the folder
-:mod:`.head_term` does the same.
+changes hands, since two servers must never write one append-only file. Between hosts that share the folder, and
+on a file system without locks, :mod:`.head_term` does the same.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -20,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from ...common.errors import HeldError, TandemError
-from ...common.run_folder import RunFolder
+from ...common.run_folder import RunFolder, try_lock
 from .head_term import HeadTerm
 
 
@@ -71,38 +70,40 @@ class FolderLock:
             ) from None
         end = time.monotonic() + deadline
         ended_server = False
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                content = _read(descriptor)
-                host = content.get("host")
-                elsewhere = host not in (None, socket.gethostname())
-                owner = _holder(content, "supervisor")
-                if elsewhere or (owner is not None and owner.process() is not None):
-                    os.close(descriptor)
-                    raise HeldError(
-                        f"{self._folder.path} is in use by process {owner.pid if owner else '?'}"
-                        f"{f' on {host}' if elsewhere else ''} (`tandem stop` or Ctrl-C there "
-                        f"ends it), or name another folder: run.dir=…"
-                    ) from None
-                server = _holder(content, "redis")
-                if not ended_server and server is not None:
-                    ended_server = end_process(server)
-                    end = time.monotonic() + deadline
-                if time.monotonic() > end:
-                    os.close(descriptor)
-                    raise TandemError(
-                        f"{self._folder.lock} is locked by a process that it doesn't name: "
-                        f"`fuser {self._folder.lock}` does; end that one, then start again"
-                    ) from None
-                time.sleep(0.05)
+        while not try_lock(descriptor):
+            content = _read(descriptor)
+            host = content.get("host")
+            elsewhere = host not in (None, socket.gethostname())
+            owner = _holder(content, "supervisor")
+            if elsewhere or (owner is not None and owner.process() is not None):
+                os.close(descriptor)
+                raise HeldError(
+                    f"{self._folder.path} is in use by process {owner.pid if owner else '?'}"
+                    f"{f' on {host}' if elsewhere else ''} (`tandem stop` or Ctrl-C there "
+                    f"ends it), or name another folder: run.dir=…"
+                )
+            server = _holder(content, "redis")
+            if not ended_server and server is not None:
+                ended_server = end_process(server)
+                end = time.monotonic() + deadline
+            if time.monotonic() > end:
+                os.close(descriptor)
+                raise TandemError(
+                    f"{self._folder.lock} is locked by a process that it doesn't name: "
+                    f"`fuser {self._folder.lock}` does; end that one, then start again"
+                )
+            time.sleep(0.05)
         try:
             self._term.take()
         except BaseException:
             os.close(descriptor)
             raise
+        # Its lock would have told of it on a file system that has any.
+        content = _read(descriptor)
+        server = _holder(content, "redis")
+        here = content.get("host") == socket.gethostname()
+        if here and server is not None and _has_open(server.pid, self._folder.lock):
+            end_process(server)
         self._descriptor = descriptor
         me = Holder.of(os.getpid())
         self._content = {

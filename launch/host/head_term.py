@@ -17,6 +17,7 @@ end with it (:mod:`tandem.launch.lifeline`). It does so before a newcomer may ta
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -42,6 +43,8 @@ SILENT_SECONDS = 20
 """A holder that couldn't touch its file for so long ends."""
 STALE_SECONDS = 45.0
 """A file that wasn't touched for so long is taken for a dead holder's."""
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""System errors of a file system that knows no hard links."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +189,11 @@ class HeadTerm:
         return head.place != self._own.place and head.inode != path.stat().st_ino
 
     def _make(self, path: Path) -> bool:
-        """Makes the file of a term with its whole content; False if somebody else has it."""
+        """Makes the file of a term with its whole content; False if somebody else has it.
+
+        Raises:
+            TandemError: the file system has no hard links.
+        """
         whole = path.with_name(f".{secrets.token_hex(8)}")
         try:
             with open(whole, "x") as file:
@@ -196,6 +203,13 @@ class HeadTerm:
             return True
         except FileExistsError:
             return False
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            raise TandemError(
+                f"{self._run.path} is on a file system without hard links ({error.strerror}), by which one head of a "
+                f"run keeps others away: name a folder on another file system with run.dir=…"
+            ) from None
         finally:
             whole.unlink(missing_ok=True)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,12 +33,18 @@ if TYPE_CHECKING:
 
 
 def examine(
-    config: Config, machine: Machine, folder: Path, *, beside: bool = True
+    config: Config,
+    machine: Machine,
+    folder: Path,
+    *,
+    beside: bool = True,
+    earlier: Sequence[Path] = (),
 ) -> list[Finding]:
     """Everything that a run of this config may need on this machine.
 
     Args:
         folder: where the run's folder would be.
+        earlier: the folders of the stages before it, which make some of its data.
         beside: include what is the same for every preset.
     """
     own: list[Callable[[], list[Finding]]] = [
@@ -46,7 +52,7 @@ def examine(
         lambda: _packages(config, machine),
         lambda: _compiler(config, machine),
         lambda: _model(config),
-        lambda: _data(config, folder),
+        lambda: _data(config, folder, earlier),
         lambda: _disk(config, folder),
         lambda: _addresses(config),
     ]
@@ -59,7 +65,7 @@ def examine(
         lambda: surroundings.cuda(config, machine),
         surroundings.redis if config.replay.redis_url is None else list,
         lambda: _model(config),
-        lambda: _data(config, folder),
+        lambda: _data(config, folder, earlier),
         lambda: _disk(config, folder),
         lambda: _memory(config, machine),
         lambda: surroundings.shared_memory(config),
@@ -201,7 +207,7 @@ def _model(config: Config) -> list[Finding]:
     ]
 
 
-def _data(config: Config, folder: Path) -> list[Finding]:
+def _data(config: Config, folder: Path, earlier: Sequence[Path]) -> list[Finding]:
     from ...common.hub import is_hub_name
     from ...common.run_folder import RunFolder
     from ...replay.forms import data_files
@@ -213,12 +219,17 @@ def _data(config: Config, folder: Path) -> list[Finding]:
     paths = [source.path for source in config.data.train]
     paths += [held_out.path for held_out in config.data.evaluate]
     for path in paths:
-        if is_hub_name(path, run.resolve(path)):
+        place = run.resolve(path)
+        if not place.exists() and any(place.absolute().is_relative_to(one) for one in earlier):
+            what = f"{path} is made by an earlier stage"
+            found.append(Finding(name="data", found=what, state="note"))
+            continue
+        if is_hub_name(path, place):
             what = f"{path} is fetched from the hub at the start"
             found.append(Finding(name="data", found=what, state="note"))
             continue
         try:
-            count = len(data_files(run.resolve(path)))
+            count = len(data_files(place))
         except TandemError as error:
             found.append(
                 Finding(

@@ -54,8 +54,11 @@ def start(
         TandemError: the run was refused; the message is the command's own.
         DeadlineError: there was no folder after ``wait_seconds``.
     """
+    from ..run.opened.presets import load
+    from ..run.several.stages import folder_of
+
     words = [f"{key}={_word(value)}" for key, value in _flat("", overrides)]
-    folder = RunFolder(_folder(preset, words))
+    folder = RunFolder(folder_of(load(preset), words))
     before = _changed(folder)
     # Without a name, so that nothing is left behind.
     output = tempfile.TemporaryFile()  # noqa: SIM115
@@ -247,20 +250,8 @@ def _flat(prefix: str, tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _word(value: Any) -> str:
-    """A value as the command line takes it: JSON, which is YAML as well."""
-    return str(value) if isinstance(value, Path) else json.dumps(value)
-
-
-def _folder(preset: str, words: list[str]) -> Path:
-    """The folder that the run will have."""
-    from ..run.opened.presets import load
-    from ..run.several.stages import folder_of
-
-    loaded = load(preset)
-    given = [word for word in words if word.startswith("run.dir=")]
-    if loaded.stages:
-        return folder_of(loaded, [word.replace('"', "") for word in given])
-    return Path(loaded.resolve(words).run.dir or f"runs/{loaded.name}").expanduser()
+    """A value as the command line takes it: JSON, which is YAML as well where letters stand for themselves."""
+    return json.dumps(value, default=os.fspath, ensure_ascii=False)
 
 
 def _changed(folder: RunFolder) -> int:

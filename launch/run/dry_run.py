@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.errors import TandemError
@@ -47,17 +48,20 @@ def dry_run(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
         DataError: the run's folder belongs to another run or is damaged.
     """
     preset, overrides = open_preset(words, offline=offline)
+    earlier: list[Path] = []
     for label, run, own in of_plan(preset, overrides):
         if label:
             print(f"# stage {label}")
-        _print(run, open_run(run, own, fresh=fresh, offline=offline and not label))
+        opening = open_run(run, own, fresh=fresh, offline=offline and not label)
+        _print(run, opening, earlier)
+        earlier.append(opening.folder.path)
     return 0
 
 
-def _print(preset: Preset, opening: Opening) -> None:
+def _print(preset: Preset, opening: Opening, earlier: Sequence[Path]) -> None:
     config = opening.config
     here = machine()
-    lacking = missing(examine(config, here, opening.folder.path))
+    lacking = missing(examine(config, here, opening.folder.path, earlier=earlier))
     paper = node(here, needed=gpus_needed(config))
     placement = planning.on_paper(config, here, paper)
     plan = planning.make(preset.name, config, paper, placement)

@@ -20,7 +20,7 @@ from ..ingest.process import Found, IngestProcess
 from ..plan.hardware import Machine, machine
 from ..plan.placement import place
 from ..plan.planning import problems_on_paper
-from ..wording import shown, shown_tandem
+from ..wording import shown, shown_folder, shown_tandem
 from . import offline_evaluation, summary
 from .opened.opening import Kind, Opening, make_folder
 from .opened.presets import FOLDER, Preset
@@ -265,7 +265,7 @@ class Job:
         preset = shown(self._preset.path) if own else self._preset.name
         words = [shown_tandem(), command, preset]
         if self._folder.path != Path(f"runs/{self._preset.name}").absolute():
-            words.append(f"run.dir={shown(self._folder.path)}")
+            words.append(shown_folder(self._folder.path))
         return shlex.join(words)
 
     def _finished(self, running: Running) -> int:

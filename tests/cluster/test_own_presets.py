@@ -104,18 +104,29 @@ def test_nodes_that_share_the_file_system_find_it(here: Path, preset: str) -> No
     assert there.model_copy(update={"run": run}) == named(preset)
 
 
-@pytest.mark.parametrize("container", ["tandem.sqsh", "tandem.sif"])
-def test_a_container_of_slurms_gets_it_as_one_file_that_it_sees(here: Path, container: str) -> None:
-    cluster("slurm", "below.yaml", "learner.checkpoint_every=7", "--container", container)
-    text = (here / "made" / "head.sbatch").read_text()
-    (start,) = re.findall(r'^"\$\{tandem\[@\]\}" start (.*) &$', text, re.MULTILINE)
+@pytest.mark.parametrize(
+    ("form", "script"),
+    [
+        (["tandem.sqsh"], "head.sbatch"),
+        (["tandem.sif"], "head.sbatch"),
+        (["tandem.sif", "--hetjob"], "gang.sbatch"),
+    ],
+    ids=str,
+)
+def test_a_container_of_slurms_gets_it_as_one_file_that_it_sees(
+    here: Path, form: list[str], script: str
+) -> None:
+    cluster("slurm", "below.yaml", "learner.checkpoint_every=7", "--container", *form)
+    text = (here / "made" / script).read_text()
+    (start,) = re.findall(r'"\$\{tandem\[@\]\}" start (.*) &$', text, re.MULTILINE)
     found, *words = shlex.split(start)
     assert Path(found) == here / "made" / "preset.yaml"
     assert "marker" not in Path(found).read_text()
     elsewhere = here / "elsewhere" / "below.yaml"
     elsewhere.parent.mkdir()
     elsewhere.write_text(Path(found).read_text())
-    there = settings([str(elsewhere), *words])
+    # The job's shell puts the address in.
+    there = settings([str(elsewhere), *(word for word in words if "$address" not in word)])
     run = there.run.model_copy(update={"dir": named("below.yaml").run.dir})
     assert there.model_copy(update={"run": run}) == named("below.yaml")
 

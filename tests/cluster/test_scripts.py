@@ -20,6 +20,7 @@ import yaml
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import read_join
 from tandem.launch.cli import dispatch
+from tandem.launch.cluster import slurm
 from tandem.launch.run.opened.presets import load
 
 BIN = Path(sys.executable).parent
@@ -183,7 +184,7 @@ def test_what_makes_no_sense_is_refused(words: list[str], says: str):
 # --- the shell of the scripts, with a program in the place of tandem and one of scontrol --------
 
 PROGRAM = """#!/bin/bash
-echo "$@" > "$STAGE/called"
+echo "$@" >> "$STAGE/called"
 trap 'echo told >> "$STAGE/told"; sleep 0.3; exit "$STAGE_DRAINED"' TERM
 touch "$STAGE/up"
 for ((i = 0; i < 600; i++)); do
@@ -192,22 +193,28 @@ for ((i = 0; i < 600; i++)); do
 done
 """
 SCONTROL = '#!/bin/bash\necho "$@" >> "$STAGE/asked"\n'
+SRUN = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
 
 
 class Staged:
     """A script that runs."""
 
-    def __init__(self, tmp_path: Path, file: str, drained: int, out: str = "out") -> None:
+    def __init__(
+        self, tmp_path: Path, file: str, drained: int, out: str = "out", *, joins: bool = True
+    ) -> None:
         self.here = tmp_path
-        for name, text in (("tandem-program", PROGRAM), ("scontrol", SCONTROL)):
+        programs = {"tandem-program": PROGRAM, "scontrol": SCONTROL, "srun": SRUN}
+        for name, text in programs.items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
-        scripts(tmp_path / out, f"run.dir={tmp_path}/run")
+        form = ["--hetjob"] if file == "gang.sbatch" else []
+        scripts(tmp_path / out, f"run.dir={tmp_path}/run", *form)
         script = tmp_path / out / file
         program = f"tandem=({tmp_path}/tandem-program)"
         script.write_text(re.sub(r"^tandem=\(.*\)$", program, script.read_text(), flags=re.M))
         (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "join.json").write_text("{}")
+        if joins:
+            self.join()
         self.process = subprocess.Popen(
             ["bash", str(script)],
             env={
@@ -220,7 +227,17 @@ class Staged:
             },
             start_new_session=True,
         )
-        self.until((tmp_path / "up").exists)
+        if joins:
+            self.until((tmp_path / "up").exists)
+
+    def join(self) -> None:
+        """What the head does once it has read its data."""
+        (self.here / "run" / "join.json").write_text("{}")
+
+    def called(self) -> list[str]:
+        """The command lines of the program."""
+        path = self.here / "called"
+        return path.read_text().splitlines() if path.exists() else []
 
     def until(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + 20
@@ -287,6 +304,41 @@ def test_a_run_that_ends_while_its_time_limit_nears_is_not_requeued(
     staged.process.send_signal(signal.SIGUSR1)
     assert staged.process.wait(20) == 0
     assert staged.requeued == []
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "PATIENCE", 0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_worker_whose_head_has_yet_to_read_its_data_is_requeued(tmp_path: Path):
+    staged = Staged(tmp_path, "rollout.sbatch", 0, joins=False)
+    assert staged.process.wait(20) == 75
+    assert staged.called() == []
+    assert staged.requeued == ["requeue 7_2"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_workers_of_one_job_wait_for_as_long_as_its_head_reads_data(tmp_path: Path):
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False)
+    staged.until((tmp_path / "up").exists)
+    staged.join()
+    staged.until(lambda: len(staged.called()) == 2)
+    assert [line.split()[0] for line in staged.called()] == ["start", "join"]
+    assert staged.end(0) == 0
+    assert staged.requeued == []
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(1, []), (75, ["requeue 7"])])
+def test_one_job_whose_head_ends_before_it_has_read_its_data_starts_no_workers(
+    tmp_path: Path, code: int, requeued: list[str]
+):
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False)
+    staged.until((tmp_path / "up").exists)
+    assert staged.end(code) == code
+    assert [line.split()[0] for line in staged.called()] == ["start"]
+    assert staged.requeued == requeued
 
 
 def test_only_the_jobs_own_variables_are_replaced_in_the_folder_of_logs(tmp_path: Path):

@@ -509,6 +509,31 @@ def test_a_host_without_gpus_leaves_a_shared_environment_for_gpus_as_it_is(
     assert kept.exists()
 
 
+@pytest.mark.parametrize("remade", [False, True])
+def test_an_interrupted_update_of_a_shared_environment_for_gpus_is_resumed_for_gpus(
+    machine: Machine, remade: bool
+) -> None:
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    machine.run("--dev", "--vllm")
+    with open(machine.repo / "constraints.txt", "a") as file:
+        file.write("more==1\n")
+    if remade:
+        (machine.venv / "pyvenv.cfg").unlink()
+    machine.env["PIP_SAYS"] = "the connection broke"
+    assert machine.run()[0] == 1
+    del machine.env["PIP_SAYS"]
+    machine.calls()
+    # A login node, which shares it, goes on.
+    (machine.folder / "bin/nvidia-smi").unlink()
+    code, output = machine.run()
+    assert code == 0, output
+    whole = "[bitsandbytes,dev,learner,liger,redis-server,reward,rollout,vllm]"
+    assert machine.installs()[-1].endswith(whole)
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    assert machine.run("--dev", "--vllm") == (0, "")
+    assert sorted(path.name for path in machine.venv.glob(".tandem-setup*")) == [".tandem-setup"]
+
+
 def test_a_host_with_gpus_makes_an_environment_without_them_anew(machine: Machine) -> None:
     machine.run()
     machine.command("nvidia-smi", NVIDIA_SMI)

@@ -54,7 +54,7 @@ def _parts(annotation: Any) -> tuple[Any, ...]:
 
 def nearest_key(key: str) -> str:
     """`` — did you mean …?`` for a mistyped key, or the keys that the section holds."""
-    number = next((part for part in key.split(".") if part.isdigit()), "N")
+    number = next((part for part in key.split(".") if part.isdecimal()), "N")
     keys = [number.join(k.split("N")) if ".N." in k else k for k in valid_keys()]
     sections = sorted({k.rpartition(".")[0] for k in keys} - {""})
     # The right name in the wrong place (learner.lr) says more than similar letters.
@@ -117,7 +117,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 def _item(node: list[Any], parts: list[str], place: int) -> Any:
     """The entry of a list that the key's part at this place names."""
     part = parts[place]
-    if part.isdigit() and int(part) < len(node):
+    if part.isdecimal() and int(part) < len(node):
         return node[int(part)]
     key, whole, count = ".".join(parts), ".".join(parts[:place]), len(node)
     if not count:
@@ -239,7 +239,7 @@ def _of_kinds(
         left_out.append("learner.teacher")
     optimizer = _part(learner, "optimizer")
     named = _part(_part(other, "learner"), "optimizer").get("name", "adamw")
-    for key in unread_by(named):
+    for key in unread_by(str(named)):
         if optimizer.pop(key, None) is not None:
             left_out.append(f"learner.optimizer.{key}")
     rollout = _part(kept, "rollout")

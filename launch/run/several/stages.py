@@ -24,7 +24,7 @@ from ....common.run_folder import RunFolder, read_stages, write_atomic
 from ...board.terminal import Terminal
 from ...host.folder_lock import FolderLock
 from ...host.preflight import check_critic, check_model, check_teacher
-from ...wording import shown, shown_tandem
+from ...wording import shown, shown_folder, shown_tandem
 from .. import summary
 from ..job import run_job
 from ..opened.opening import Kind, Opening, free_name, open_folder, open_preset, open_run
@@ -58,9 +58,25 @@ class Placed:
 
 
 def folder_of(preset: Preset, overrides: Sequence[str]) -> Path:
-    """The folder that holds those of the stages."""
-    given = [word.partition("=")[2] for word in overrides if word.startswith("run.dir=")]
-    return Path(given[-1] if given else f"runs/{preset.name}").expanduser()
+    """The folder of a preset's run, or the one that holds those of its stages.
+
+    Raises:
+        ConfigError: ``run.dir`` isn't a text, or a single run's settings are refused.
+    """
+    from ....common.config import parse_override
+
+    if not preset.stages:
+        return Path(str(preset.resolve(overrides).run.dir))
+    given = [parse_override(word) for word in overrides if _key(word) == "run.dir"]
+    folder = given[-1][1] if given else None
+    if not isinstance(folder, str | None):
+        raise ConfigError(f"run.dir={folder!r} should be a folder's path: a text in YAML")
+    return Path(folder or f"runs/{preset.name}").expanduser()
+
+
+def _key(word: str) -> str:
+    """The setting that an override names."""
+    return word.partition("=")[0].strip()
 
 
 def placed(preset: Preset, overrides: Sequence[str]) -> list[Placed]:
@@ -109,7 +125,7 @@ def placed(preset: Preset, overrides: Sequence[str]) -> list[Placed]:
 
 
 def _rounds(preset: Preset, overrides: Sequence[str]) -> int:
-    given = [word.partition("=")[2] for word in overrides if word.startswith("rounds=")]
+    given = [word.partition("=")[2].strip() for word in overrides if _key(word) == "rounds"]
     if not given:
         return preset.rounds
     if not given[-1].isdecimal() or int(given[-1]) < 1:
@@ -181,13 +197,18 @@ def _in_round(word: str, stage: Placed) -> str:
 
 def words_of(stage: Placed, overrides: Sequence[str], stages: Sequence[Placed]) -> list[str]:
     """The overrides that a stage gets: ``sft.run.steps=5`` is for the stage ``sft`` alone, in all rounds, and
-    ``sft-2.run.steps=5`` for its second one."""
+    ``sft-2.run.steps=5`` for its second one.
+
+    Raises:
+        ConfigError: an override names the folder of a stage.
+    """
     others = {one.name for one in stages} | {one.label for one in stages}
     kept = []
     for word in overrides:
         first, dot, rest = word.partition(".")
-        if word.startswith(("run.dir=", "rounds=")):
+        if _key(word) in ("run.dir", "rounds"):
             continue
+        _refuse_folder(word, rest if first in others else word)
         if not dot or first not in others:
             if first.partition("=")[0] not in stage.by_name:
                 kept.append(_in_round(word, stage))
@@ -196,6 +217,23 @@ def words_of(stage: Placed, overrides: Sequence[str], stages: Sequence[Placed]) 
         elif first == stage.name:
             kept.append(_in_round(rest, stage))
     return kept
+
+
+def _refuse_folder(word: str, setting: str) -> None:
+    """Refuses an override that would put a stage where the stages after it don't look.
+
+    Args:
+        word: as it was given.
+        setting: without the name of a stage.
+    """
+    from ....common.config import parse_override
+
+    key, value = parse_override(setting)
+    if key == "run.dir" or (key == "run" and isinstance(value, Mapping) and "dir" in value):
+        raise ConfigError(
+            f"{word}: the folders of the stages lie below run.dir: give run.dir=… by itself, without a stage's name, "
+            f"for the folder that holds them all"
+        )
 
 
 def of_preset(preset: Preset, overrides: Sequence[str]) -> Iterator[tuple[str, Preset, list[str]]]:
@@ -293,7 +331,7 @@ def _run_stages(
         record = {
             "preset": preset.name,
             "preset_path": str(preset.path),
-            "overrides": [word for word in kept if not word.startswith("run.dir=")],
+            "overrides": [word for word in kept if _key(word) != "run.dir"],
             "stages": [stage.label for stage in stages],
         }
         content = json.dumps(record, indent=1) + "\n"
@@ -456,7 +494,7 @@ def _again(preset: Preset, command: str, top: RunFolder) -> str:
     own = preset.path.parent != FOLDER
     words = [shown_tandem(), command, shown(preset.path) if own else preset.name]
     if top.path != Path(f"runs/{preset.name}").absolute():
-        words.append(f"run.dir={shown(top.path)}")
+        words.append(shown_folder(top.path))
     return shlex.join(words)
 
 

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from ....common import disk
-from ....common.config import parse_override, parse_yaml
+from ....common.config import parse_yaml
 from ....common.errors import ConfigError, DataError, TandemError
 from ....common.plain import read_object
 from ....common.run_folder import RunFolder, write_atomic
 from ...host.preflight import check_host
 from ...host.redis_server import PASSWORD_VARIABLE
 from ...plan.hardware import GpuName, Machine, machine
-from ...wording import duration, shown, shown_tandem
+from ...wording import duration, shown, shown_folder, shown_tandem
 from ..opened.opening import Kind, open_folder
 from ..opened.presets import Preset, load, split
 from ..opened.record import apart
@@ -221,7 +221,7 @@ def cut(text: str) -> list[str]:
 
 def _seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.removesuffix(",").split(",")]
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"--seeds {text}: give a number of seeds, or seeds such as 0,7,9")
     seeds = [int(part) for part in parts]
     if "," not in text:
@@ -246,9 +246,8 @@ def _members(sweep: Sweep, preset: Preset, here: Machine) -> Iterator[Member]:
         gpus = 0
         for seed in sweep.seeds:
             path = sweep.out / f"{name}-seed-{seed}"
-            place = f"run.dir={_quoted(shown(path))}"
             try:
-                words = (*overrides, f"run.seed={seed}", place)
+                words = (*overrides, f"run.seed={seed}", shown_folder(path))
                 opening = open_folder(preset, words, fresh=False)
                 if seed == sweep.seeds[0]:
                     placement, _ = check_host(opening.config, here)
@@ -281,11 +280,6 @@ def _name(values: Mapping[str, str]) -> str:
         parts += [end if ends[end] == 1 else key, value]
     cleaned = [re.sub(r"[^\w.+-]+", "_", part).strip("_")[:NAME_LETTERS] for part in parts]
     return "-".join(cleaned)
-
-
-def _quoted(path: str) -> str:
-    """A path as YAML reads it back."""
-    return path if parse_override(f"run.dir={path}")[1] == path else json.dumps(path)
 
 
 def _as_begun(sweep: Sweep) -> Sweep:

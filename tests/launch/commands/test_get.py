@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from tandem.common import hub
+from tandem.common.errors import DataError
 from tandem.common.models import resolve
+from tandem.common.run_folder import try_lock
 from tandem.replay.forms import read_rows
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -204,6 +206,56 @@ def test_a_name_on_the_hub_stands_for_a_file(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
     assert "HF_HUB_OFFLINE is set" in done.stderr
+
+
+CACHED = """
+import sys
+from tandem.common import hub
+print(hub.cached_data(sys.argv[1], tell=lambda text: print(text, flush=True)))
+"""
+
+
+def test_of_two_processes_that_want_a_data_set_one_fetches_it_at_a_time(
+    standin: StandinHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    content = np.random.default_rng(0).bytes(3 << 20)
+    standin.repos["dataset", "org/set"] = {"train.jsonl": content}
+    standin.stall_after = 2 << 20
+    command = [sys.executable, "-c", CACHED, "org/set"]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    assert standin.stalled.wait(60)
+    second = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert second.stdout is not None
+        assert second.stdout.readline() == "waiting for another process that fetches org/set\n"
+        first.kill()
+        # What the first has got is taken over.
+        folder = Path(second.communicate(timeout=60)[0].splitlines()[-1])
+    finally:
+        first.kill()
+        first.wait(10)
+        second.kill()
+        second.wait(10)
+    assert (folder / "train.jsonl").read_bytes() == content
+    fetched = [asked for _, path, asked in standin.requests if path.endswith("train.jsonl")]
+    assert len(fetched) == 2
+
+
+def test_who_waits_for_a_download_that_gets_nowhere_is_told_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(hub, "SILENT_SECONDS", 0.0)
+    folder = tmp_path / "tandem" / "org--set"
+    folder.mkdir(parents=True)
+    with open(folder / ".lock", "ab") as lock:
+        assert try_lock(lock.fileno())
+        with pytest.raises(DataError, match=r"fuser .*/org--set/\.lock` names it"):
+            hub.cached_data("org/set")
+        # It was there just before the lock was had.
+        (folder / ".complete").touch()
+        assert hub.cached_data("org/set") == folder
 
 
 def test_benchmarks_are_fetched_to_where_they_are_found_by_name(

@@ -55,6 +55,37 @@ def test_a_machine_that_can_run_the_miniature(capsys: pytest.CaptureFixture[str]
     assert finding(found, "redis-server")["state"] == "ok"
 
 
+FOUR = """
+base: miniature
+data: {miniature: null, train: [{path: "train.jsonl"}], evaluate: []}
+evaluate: {every: 0, at_start: false, at_end: false}
+stages:
+  - {name: sample}
+  - {name: sft, base: miniature-sft, data: {train: [{path: "{sample}/archive"}]}}
+  - {name: rl, model: {path: "{sft}/model"}}
+  - {name: gone, data: {train: [{path: "gone.jsonl"}]}}
+"""
+
+
+@pytest.mark.usefixtures("few")
+def test_what_an_earlier_stage_makes_is_not_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor(capsys, "miniature-sft-rl")
+    assert (code, found["could_run"]) == (0, True)
+    Path("mine.yaml").write_text(FOUR)
+    Path("train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    # The folder could be the name of a set on the hub.
+    code, found = doctor(capsys, "./mine.yaml", "run.dir=here")
+    assert code == 1
+    data = {one["found"]: one["state"] for one in found["findings"] if one["name"] == "data"}
+    assert data["here/sample/archive is made by an earlier stage"] == "note"
+    lacking = [one["found"] for one in found["findings"] if one["state"] == "missing"]
+    assert len(lacking) == 1
+    assert "gone.jsonl" in lacking[0]
+    assert main(["start", "./mine.yaml", "run.dir=here", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("it couldn't run this preset") == 1
+
+
 @pytest.mark.usefixtures("few")
 def test_a_preset_that_this_machine_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = doctor(capsys, "qwen2.5-math-7b-luffy-8gpu")

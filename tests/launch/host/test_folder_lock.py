@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -54,6 +56,18 @@ def owner(folder: RunFolder):
         server.kill()
 
 
+@pytest.fixture(params=[None, errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system with locks, and several without."""
+
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    if request.param is not None:
+        monkeypatch.setattr(fcntl, "flock", refused)
+
+
+@pytest.mark.usefixtures("locks")
 def test_a_second_owner_is_refused_and_told_the_pid(folder: RunFolder, owner) -> None:
     process, _ = owner
     with pytest.raises(TandemError, match=f"in use by process {process.pid}"):
@@ -61,6 +75,7 @@ def test_a_second_owner_is_refused_and_told_the_pid(folder: RunFolder, owner) ->
     assert supervisor_of(folder) == process.pid
 
 
+@pytest.mark.usefixtures("locks")
 def test_a_server_that_outlived_its_owner_is_ended(folder: RunFolder, owner) -> None:
     process, server = owner
     os.kill(process.pid, signal.SIGKILL)
@@ -91,8 +106,9 @@ def test_a_released_lock_can_be_taken_again(folder: RunFolder) -> None:
     second.release()
 
 
+@pytest.mark.usefixtures("locks")
 def test_the_copy_of_a_live_runs_folder_has_no_owner(folder: RunFolder, owner) -> None:
-    process, _ = owner
+    process, server = owner
     copy = RunFolder(folder.path.with_name("copy"))
     shutil.copytree(folder.path, copy.path)
     assert supervisor_of(copy) is None
@@ -100,4 +116,16 @@ def test_the_copy_of_a_live_runs_folder_has_no_owner(folder: RunFolder, owner) -
     lock = FolderLock(copy)
     lock.take(deadline=0.1)
     assert supervisor_of(copy) == os.getpid()
+    assert server.is_running()
     lock.release()
+
+
+def test_a_file_system_that_fails_otherwise_is_told(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        FolderLock(folder).take()

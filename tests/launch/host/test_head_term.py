@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.errors import HeldError
+from tandem.common.errors import HeldError, TandemError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.host import head_term
 from tandem.launch.host.head_term import HeadTerm
@@ -170,6 +171,18 @@ def test_the_file_of_a_term_is_made_once(folder: RunFolder):
     assert not HeadTerm(folder)._make(path)
     assert path.stat().st_ino == inode
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_file_system_without_hard_links_is_told(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+):
+    def refused(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    with pytest.raises(TandemError, match=r"without hard links .* with run\.dir="):
+        HeadTerm(folder).take()
+    assert list((folder.path / "head").iterdir()) == []
 
 
 def test_a_head_that_is_cut_off_from_the_folder_ends_by_itself(folder: RunFolder, start: Start):

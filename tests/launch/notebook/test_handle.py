@@ -200,6 +200,28 @@ def test_stages_are_under_way_between_the_end_of_one_and_the_begin_of_the_next(
             process.kill()
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("miniature-dpo", {"samples.run.steps": 1, "pairs.run.steps": 1}),
+        ("miniature", {"run.steps": 1, "evaluate.every": 0, "data.miniature_fresh": 200}),
+    ],
+)
+def test_the_folder_that_python_names_is_the_runs(
+    preset: str, settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tandem.launch.start(preset, run={"dir": Path("läufe") / "a: b 😀"}, **settings)
+    try:
+        assert run.path == tmp_path / "läufe" / "a: b 😀"
+        assert run.is_running
+        assert [path.name for path in tmp_path.iterdir()] == ["läufe"]
+        assert [path.name for path in run.path.parent.iterdir()] == ["a: b 😀"]
+    finally:
+        run.stop()
+
+
 def test_a_refused_run_raises_what_the_command_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

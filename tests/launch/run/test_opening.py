@@ -14,6 +14,7 @@ from tandem.launch.host.folder_lock import FolderLock
 from tandem.launch.run.opened.opening import Kind, Opening, make_folder, open_folder
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.opened.record import RunRecord, apart, as_kept
+from tandem.launch.run.several.stages import folder_of
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,15 @@ def test_a_new_run_is_named_after_its_preset_and_nothing_is_written(here: Path) 
     assert opening.kind is Kind.NEW
     assert opening.folder.path == here / "runs" / "miniature"
     assert list(here.iterdir()) == []
+
+
+def test_a_folder_in_the_home_folder_is_there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = here / "home"
+    monkeypatch.setenv("HOME", str(home))
+    opening = again("run.dir=~/runs/x")
+    assert (opening.folder.path, opening.config.run.dir) == (home / "runs/x", f"{home}/runs/x")
+    assert folder_of(load("miniature"), ["run.dir=~/runs/x"]) == home / "runs/x"
+    assert folder_of(load("miniature-sft-rl"), ["run.dir=~/runs/x"]) == home / "runs/x"
 
 
 def test_two_new_runs_have_different_ids() -> None:

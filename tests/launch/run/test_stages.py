@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.run_folder import newest_stage
+from tandem.common.run_folder import RunFolder, newest_stage
 from tandem.launch.cli import main
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.several import stages
@@ -92,6 +93,53 @@ def test_overrides_are_for_all_stages_or_for_the_one_that_they_name() -> None:
     ]
     assert folder_of(preset, words) == Path("here")
     assert [stage.folder for stage in stages] == [Path("here/sft"), Path("here/rl")]
+
+
+@pytest.mark.parametrize(
+    ("word", "folder"),
+    [
+        ('run.dir="runs/ä"', "runs/ä"),
+        ("run.dir='a \"b\"'", 'a "b"'),
+        ("run.dir=null", "runs/mine"),
+        ("run.dir = runs/x", "runs/x"),
+    ],
+)
+def test_the_folder_of_stages_is_read_as_every_setting_is(word: str, folder: str) -> None:
+    preset = load(written(TWO))
+    stages = placed(preset, [word])
+    assert [stage.folder for stage in stages] == [Path(folder, "sft"), Path(folder, "rl")]
+    assert [words_of(stage, [word], stages) for stage in stages] == [[], []]
+
+
+@pytest.mark.parametrize("folder", ["[mine]/x", "a: b", "1e3", "plain/ä"])
+def test_the_command_that_goes_on_names_the_same_folder(folder: str) -> None:
+    preset = load("miniature-sft-rl")
+    again = stages._again(preset, "start", RunFolder(folder))
+    assert folder_of(preset, shlex.split(again)[3:]) == Path(folder)
+
+
+def test_a_folder_of_stages_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir=7 should be a folder's path"):
+        placed(load(written(TWO)), ["run.dir=7"])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "sft.run.dir=there",
+        "rl.run.dir=null",
+        "sft.run={dir: there, steps: 3}",
+        "run={dir: there}",
+        "sft.run.dir =there",
+    ],
+)
+def test_a_stage_has_no_folder_elsewhere(
+    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["start", written(TWO), word, "--plain"]) == 2
+    said = capsys.readouterr().err
+    assert f"{word}: the folders of the stages lie below run.dir" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
 def test_a_stage_may_take_settings_of_a_section_only_by_its_name() -> None:

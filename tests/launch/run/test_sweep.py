@@ -94,6 +94,7 @@ def test_names_of_long_and_strange_values_are_readable_and_differ() -> None:
         (["learner.objective.name=sft,grpo"], "1", "learner.objective.name=grpo, seed 0: .*alone in"),
         (["model.path=miniature,nowhere"], "1", "model.path=nowhere, seed 0: .*no such folder"),
         (["data.train.0.limit=2,3", "data.train.1.limit=1"], "1", "'1' is not an index of data.train"),
+        (["data.train.0.limit=2,3", "data.train.².limit=1"], "1", "'²' is not an index of data.train"),
         (["learner.optimizer.lr=1e-3,0.001"], "1", "lr=1e-3 and learner.optimizer.lr=0.001 are the same"),
         (["log.level=INFO"], "1", "nothing varies"),
         (["log.every=5,"], "1", "'log.every=5,' has an empty value"),
@@ -105,6 +106,7 @@ def test_names_of_long_and_strange_values_are_readable_and_differ() -> None:
         (["log.every=5,6"], "0", "--seeds 0: give at least one seed"),
         (["log.every=5,6"], "1,1", "none twice"),
         (["log.every=5,6"], "x", "--seeds x: give a number of seeds"),
+        (["log.every=5,6"], "²", "--seeds ²: give a number of seeds"),
         (["log.every=5,6", "miniature"], "1", "only one preset"),
     ],
 )  # fmt: skip
@@ -114,6 +116,14 @@ def test_what_is_wrong_is_refused_before_anything_runs(
     assert main(["sweep", *SFT, *words, "--seeds", seeds]) == 2
     assert re.search(said, capsys.readouterr().err)
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("out", ["[exp]/s", "{a}/s", "a: b", "007", "ä #1", "'q'"])
+def test_the_folder_may_have_any_name(out: str, here: Path) -> None:
+    made = plan(*SFT, "log.every=3,4", out=out)
+    assert [one.folder.path.parent for one in made.members] == [here / out] * 2
+    for one in made.members:
+        assert load("miniature-sft").resolve(one.words[2:]).run.dir == f"{out}/{one.name}"
 
 
 def test_a_preset_with_stages_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
