@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from tandem.common.config import to_yaml
 from tandem.common.records import FinishReason, Verdict, Version
 from tandem.common.run_folder import RunFolder
-from tandem.launch.evaluation.plan import Asked, benchmark, prepare
+from tandem.launch.evaluation.plan import Asked, benchmark, prepare, ways
 from tandem.launch.evaluation.run import begin, finish, work
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
@@ -82,8 +82,7 @@ def test_one_of_several_processes_asks_a_live_run_for_all_samples(
     (held_out,) = benchmark(str(tmp_path / "two.parquet"))
     asked = Asked(
         models=(f"{run.path}@live",),
-        benchmarks=(held_out.model_copy(update={"samples": 16}),),
-        temperatures=(0.5, 1.0),
+        benchmarks=tuple(ways(held_out, {"samples": [16], "temperature": [0.5, 1.0]}, {})),
     )
     folder = EvaluationFolder(tmp_path / "out")
     fleet = Fleet(RunStore(store), version)
