@@ -360,6 +360,22 @@ def test_the_best_kept_step_is_named_with_its_value(kept: Make) -> None:
     assert (found.step, found.note) == (4, "train/loss is 2.5 there.")
 
 
+def test_kept_steps_are_compared_by_evaluations_of_the_same_problems(kept: Make) -> None:
+    run = kept()
+    for step in (4, 6):
+        run.save(step)
+    # As with evaluate.limit: the first and the last evaluation are of the whole set.
+    measured = [(0, 0.95, 50), (2, 0.8, 10), (4, 0.4, 10), (6, 0.7, 10), (6, 0.3, 50)]
+    lines = (
+        json.dumps({"step": step, "eval/held/accuracy": value, "eval/held/problems": problems})
+        for step, value, problems in measured
+    )
+    run.folder.metrics.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found = export(run.folder, run.config, best="held/accuracy")
+    assert found.step == 6
+    assert found.note.startswith("held/accuracy of 10 problems is 0.7 there. Step 2 had 0.8, and")
+
+
 def test_a_metric_that_no_kept_step_has_is_refused(kept: Make) -> None:
     run = kept()
     run.save(2)
