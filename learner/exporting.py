@@ -39,6 +39,7 @@ from .engine.model_folder import (
 from .loop.best import best_of, is_by, problems_of
 from .resume.checkpoints import Checkpoint, Checkpoints
 from .resume.former import is_former
+from .resume.partitions import other_than
 from .resume.state_files import POLICY, StateFiles
 
 log = logging.getLogger("tandem.learner")
@@ -181,12 +182,14 @@ def _write(checkpoint: Checkpoint, config: Config, place: Path, shard: int | str
     adapters, trained = None, {}
     if config.learner.lora is not None:
         adapters = Adapters(model, config.learner.lora, config.run.seed)
+    if other := other_than(files, adapters.parameters() if adapters else model.named_parameters()):
+        raise DataError(
+            f"{checkpoint.folder} doesn't belong to the model in model.path={config.model.path}: {len(other)} "
+            f"parameters differ, such as {other[0]}: restore the model that the run began with"
+        )
+    if adapters is not None:
         trained = {name: files.whole(name).to(dtype) for name, _ in adapters.parameters()}
     stored = set(files.names) - trained.keys()
-    if unknown := stored - dict(model.named_parameters()).keys():
-        raise DataError(
-            f"{checkpoint.folder} doesn't belong to the model in model.path={config.model.path}, which has no {min(unknown)}"
-        )
 
     @contextmanager
     def whole(names: Sequence[str], tensor: Tensor) -> Iterator[Tensor]:

@@ -212,6 +212,34 @@ def test_a_damaged_step_is_not_exported(kept: Make) -> None:
     assert export(run.folder, run.config).step == 2
 
 
+def test_a_checkpoint_of_another_model_than_the_base_is_not_exported(
+    kept: Make, base: Path, made_up: ModuleType
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = kept()
+    run.save(1)
+    path = Path(run.config.model.path)
+    other = AutoModelForCausalLM.from_pretrained(path)
+
+    def refused(changed: dict[str, Any]) -> str:
+        config = type(other.config).from_dict(other.config.to_dict() | changed)
+        place = run.folder.path / "-".join(changed)
+        shutil.copytree(path, place)
+        type(other)(config).save_pretrained(place)
+        model = run.config.model.model_copy(update={"path": str(place)})
+        with pytest.raises(DataError, match="doesn't belong to the model in model.path=") as caught:
+            export(run.folder, run.config.model_copy(update={"model": model}))
+        assert not list(run.folder.path.glob("model-*"))
+        return str(caught.value)
+
+    layers = other.config.num_hidden_layers
+    more = refused({"num_hidden_layers": layers + 1, "layer_types": None})
+    assert f"such as model.layers.{layers}." in more
+    wider = refused({"intermediate_size": 2 * other.config.intermediate_size})
+    assert "parameters differ, such as model.layers.0.mlp.down_proj.weight: restore" in wider
+
+
 def test_what_is_there_already_stays(kept: Make, tmp_path: Path) -> None:
     run = kept(lora={"rank": 2, "alpha": 4.0})
     run.save(1)
