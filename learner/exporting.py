@@ -254,9 +254,7 @@ def _none(checkpoints: Checkpoints, step: int | None) -> str:
     )
 
 
-def _best_step(
-    checkpoints: Checkpoints, metric: Metric, values: Values
-) -> tuple[int, str]:
+def _best_step(checkpoints: Checkpoints, metric: Metric, values: Values) -> tuple[int, str]:
     """The best step that has a checkpoint, and what is to be said of it.
 
     Of evaluations of other numbers of problems, those of which most steps are kept are compared.

@@ -212,9 +212,7 @@ def test_a_damaged_step_is_not_exported(kept: Make) -> None:
     assert export(run.folder, run.config).step == 2
 
 
-def test_a_checkpoint_of_another_model_than_the_base_is_not_exported(
-    kept: Make, base: Path, made_up: ModuleType
-) -> None:
+def test_a_checkpoint_of_another_model_than_the_base_is_not_exported(kept: Make) -> None:
     from transformers import AutoModelForCausalLM
 
     run = kept()
@@ -443,6 +441,19 @@ def test_the_runs_own_best_model_is_the_answer_to_its_own_metric(
     assert content(adapter_folder(copied.place)) == content(adapter_folder(run.folder.best))
     # The smallest is another question.
     assert export(run.folder, run.config, best="held/accuracy:min").step == 3
+
+
+def test_what_is_told_of_a_best_model_is_not_told_of_those_trained_from_it(
+    base: Path, tmp_path: Path, states: ModuleType
+) -> None:
+    own = tmp_path / "base"
+    shutil.copytree(base, own)
+    (own / "best.json").write_text(json.dumps({"step": 70, "value": 0.9}))
+    run = Kept(tmp_path / "run", states.engine_at(0, "float32", own), states)
+    run.save(1, export=True)
+    for place in (run.folder.path / "1", export(run.folder, run.config).place):
+        assert best_of(place) is None
+        assert (place / "tokenizer.json").exists()
 
 
 def test_only_evaluations_of_the_same_problems_are_compared(
