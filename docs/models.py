@@ -38,6 +38,8 @@ rows, DeepSpeed with its ZeRO stage and ranks, the key-value cache). If they dif
 - Short rows are compared with transformers' plain attention (`eager`), since the faster ones leave out what they don't
   support. `model.attention=auto` takes `eager` for models known to need it (capped scores, attention sinks).
 - Only the responses' logits are computed, so that long rows need no more memory than in training.
+- A mixture's own auxiliary loss (`router_aux_loss_coef`) isn't added to any objective: the learner calls the model's body alone,
+  and transformers computes that loss in the model around it.
 
 On the miniature all this takes less than a tenth of a second.
 
