@@ -226,7 +226,9 @@ def test_a_checkpoint_of_another_model_than_the_base_is_not_exported(kept: Make)
         shutil.copytree(path, place)
         type(other)(config).save_pretrained(place)
         model = run.config.model.model_copy(update={"path": str(place)})
-        with pytest.raises(DataError, match=r"doesn't belong to the model in model.path=") as caught:
+        with pytest.raises(
+            DataError, match=r"doesn't belong to the model in model.path="
+        ) as caught:
             export(run.folder, run.config.model_copy(update={"model": model}))
         assert not list(run.folder.path.glob("model-*"))
         return str(caught.value)
