@@ -38,6 +38,8 @@ rows, DeepSpeed with its ZeRO stage and ranks, the key-value cache). If they dif
 - Short rows are compared with transformers' plain attention (`eager`), since the faster ones leave out what they don't
   support. `model.attention=auto` takes `eager` for models known to need it (capped scores, attention sinks).
 - Only the responses' logits are computed, so that long rows need no more memory than in training.
+- A mixture's own auxiliary loss (`router_aux_loss_coef`) isn't added to any objective: the learner calls the model's body alone,
+  and transformers computes that loss in the model around it.
 
 On the miniature all this takes less than a tenth of a second.
 
@@ -67,7 +69,8 @@ with the reason where a faster one isn't taken:
   change, and to rounding (3e-5 in float32) when their number, order or lengths do
   (`tests/learner/forward/test_packed.py`, for each attention that runs on a CPU; with `-m gpu` for varlen and flex on a
   GPU, which passed on an H200, and for flash-attention, which has not run yet).
-- `learner.micro_batch_tokens` counts padding where there is some; of packed rows it counts their own tokens.
+- `learner.micro_batch_tokens` counts padding where there is some, also that of a critic, teacher or reference which pads what the policy
+  packs; of packed rows it counts their own tokens.
 - Adapters, gradient checkpointing, every ZeRO stage and the critic use the same layout.
 - A name that this host can't run is refused before anything is started.
 - Packed rows don't share prompts: the gradients of a shared prompt's keys and values would be added up in another

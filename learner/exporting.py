@@ -39,6 +39,7 @@ from .engine.model_folder import (
 from .loop.best import best_of, is_by, problems_of
 from .resume.checkpoints import Checkpoint, Checkpoints
 from .resume.former import is_former
+from .resume.partitions import other_than
 from .resume.state_files import POLICY, StateFiles
 
 log = logging.getLogger("tandem.learner")
@@ -53,6 +54,10 @@ class Exported:
     place: Path
     note: str = ""
     """By which value it was chosen, if it was chosen by one; a whole sentence or more."""
+
+
+Values = dict[float | None, dict[int, float]]
+"""Value of each step, by the number of problems that were evaluated; None = it isn't of problems."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,25 +82,20 @@ class Metric:
             )
         return cls(name=name.removeprefix("eval/"), smallest=way == "min")
 
-    def values(self, folder: RunFolder, problems: int | None = None) -> dict[int, float]:
-        """The run's last value of each step that has one.
-
-        Args:
-            folder: the run's folder.
-            problems: leaves evaluations of another number of problems out.
+    def values(self, folder: RunFolder) -> Values:
+        """The run's last value of each step that has one, those of equally many problems together.
 
         Raises:
             DataError: no step has any, and another name is like it.
         """
-        found: dict[int, float] = {}
+        found: Values = {}
         names: set[str] = set()
         for record in read_parts(folder.metrics, log.warning):
             names |= record.keys()
-            if problems not in (None, record.get(f"eval/{problems_of(self.name)}", problems)):
-                continue
             value = record.get(f"eval/{self.name}", record.get(self.name))
             if isinstance(value, int | float) and math.isfinite(value):
-                found[int(record.get("step", 0))] = float(value)
+                alike = found.setdefault(record.get(f"eval/{problems_of(self.name)}"), {})
+                alike[int(record.get("step", 0))] = float(value)
         if not found:
             near = self._nearest({name.removeprefix("eval/") for name in names})
             if near:
@@ -153,7 +153,7 @@ def export(
             found = best_of(folder.best)
             # By another figure if the setting was changed, and nothing has been evaluated since.
             if found is not None and is_by(found, wanted):
-                compared = metric.values(folder, found.get("problems"))
+                compared = values.get(found.get("problems"), {})
                 return _best_model(folder, found, metric, compared, out)
         step, note = _best_step(checkpoints, metric, values)
     with checkpoints.hold(step) as checkpoint:
@@ -182,12 +182,14 @@ def _write(checkpoint: Checkpoint, config: Config, place: Path, shard: int | str
     adapters, trained = None, {}
     if config.learner.lora is not None:
         adapters = Adapters(model, config.learner.lora, config.run.seed)
+    if other := other_than(files, adapters.parameters() if adapters else model.named_parameters()):
+        raise DataError(
+            f"{checkpoint.folder} doesn't belong to the model in model.path={config.model.path}: {len(other)} "
+            f"parameters differ, such as {other[0]}: restore the model that the run began with"
+        )
+    if adapters is not None:
         trained = {name: files.whole(name).to(dtype) for name, _ in adapters.parameters()}
     stored = set(files.names) - trained.keys()
-    if unknown := stored - dict(model.named_parameters()).keys():
-        raise DataError(
-            f"{checkpoint.folder} doesn't belong to the model in model.path={config.model.path}, which has no {min(unknown)}"
-        )
 
     @contextmanager
     def whole(names: Sequence[str], tensor: Tensor) -> Iterator[Tensor]:
@@ -252,20 +254,25 @@ def _none(checkpoints: Checkpoints, step: int | None) -> str:
     )
 
 
-def _best_step(
-    checkpoints: Checkpoints, metric: Metric, values: Mapping[int, float]
-) -> tuple[int, str]:
-    """The best step that has a checkpoint, and what is to be said of it."""
+def _best_step(checkpoints: Checkpoints, metric: Metric, values: Values) -> tuple[int, str]:
+    """The best step that has a checkpoint, and what is to be said of it.
+
+    Of evaluations of other numbers of problems, those of which most steps are kept are compared.
+    """
     kept = {c.version.step for c in checkpoints.all()}
-    measured = {step: value for step, value in values.items() if step in kept}
+    problems = max(values, key=lambda n: (len(values[n].keys() & kept), n or 0), default=None)
+    alike = values.get(problems, {})
+    measured = {step: value for step, value in alike.items() if step in kept}
     if not measured:
-        found = f"it was measured at step {_shown(values)}" if values else "no step has it"
+        steps = {step for one in values.values() for step in one}
+        found = f"it was measured at step {_shown(steps)}" if steps else "no step has it"
         raise DataError(
             f"no checkpoint belongs to a step with the metric {metric.name}: {found}, and there are checkpoints of step "
             f"{_shown(kept) or 'none'}. With evaluate.best a run keeps the best model by a figure of its evaluations"
         )
     step = metric.best(measured)
-    return step, f"{metric.name} is {values[step]:.6g} there.{_better(metric, values, step)}"
+    of = f" of {problems:,.0f} problems" if len(values) > 1 and problems is not None else ""
+    return step, f"{metric.name}{of} is {alike[step]:.6g} there.{_better(metric, alike, step)}"
 
 
 def _best_model(

@@ -81,7 +81,7 @@ class Leader:
     def save(self, folder: Path) -> None:
         """Writes a checkpoint's engine part on all ranks."""
         with self._ordered(Save(folder=str(folder))):
-            with self._files.writing(folder) as place:
+            with self._files.writing(folder, _share(self.engine)) as place:
                 self.engine.save(place, self._updates.state())
             # All ranks' files are there once all have answered.
             self.engine.barrier()
@@ -156,6 +156,11 @@ class Leader:
             broadcast_bytes(order.pack())
 
 
+def _share(engine: DeepSpeedEngine) -> int:
+    """Bytes that each rank writes of a checkpoint, roughly."""
+    return engine.checkpoint_bytes() // engine.world_size
+
+
 def follow(engine: DeepSpeedEngine, updates: Updates, files: CheckpointFiles | None = None) -> None:
     """Follows the orders of rank 0 until it says stop."""
     files = files or CheckpointFiles()
@@ -173,7 +178,7 @@ def follow(engine: DeepSpeedEngine, updates: Updates, files: CheckpointFiles | N
             case Compare() as order:
                 updates.compare(order.step, None)
             case Save() as order:
-                with files.writing(Path(order.folder)) as place:
+                with files.writing(Path(order.folder), _share(engine)) as place:
                     engine.save(place, updates.state())
                 engine.barrier()
             case Load() as order:

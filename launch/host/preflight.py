@@ -101,46 +101,50 @@ def _require_context(config: Config, settings: Mapping[str, Any], whose: str) ->
         )
 
 
-def check_critic(config: Config) -> None:
-    """Raises ``DataError`` if the critic's own model is missing, or has no weights."""
-    from ...common.models import resolve
-
+def check_critic(config: Config, *, alone: bool = False) -> None:
+    """Checks the critic's own model, as :func:`check_teacher` does the teacher's."""
     critic = config.learner.critic
-    if critic is None or critic.model is None:
-        return
-    path = Path(resolve(critic.model, "learner.critic.model"))
-    if path.is_dir():
-        _require_weights(path, f"learner.critic.model={critic.model}")
+    if critic is not None and critic.model is not None:
+        _check_reader(config, "learner.critic.model", critic.model, "critic", alone=alone)
 
 
-def check_teacher(config: Config) -> None:
+def check_teacher(config: Config, *, alone: bool = False) -> None:
     """Checks the teacher's folder, and that its token ids mean what the policy's do.
+
+    Args:
+        config: the run's settings.
+        alone: whether the policy's model isn't there yet, so that no tokenizers are compared.
 
     Raises:
         DataError: the folder lacks something, which the message names.
         ConfigError: its tokenizer is another one, or prompts and responses don't fit into its context.
     """
+    if config.learner.teacher is not None:
+        _check_reader(config, "learner.teacher", config.learner.teacher, "teacher", alone=alone)
+
+
+def _check_reader(config: Config, key: str, model: str, role: str, *, alone: bool) -> None:
+    """Checks a model that reads the policy's tokens, see :func:`check_teacher`."""
     from ...common.models import load_tokenizer, read_model_config, resolve
 
-    teacher, key = config.learner.teacher, "learner.teacher"
-    if teacher is None:
-        return
-    path = Path(resolve(teacher, key))
+    path = Path(resolve(model, key))
     if path.is_dir():
-        _require_weights(path, f"{key}={teacher}")
-        _require_context(config, read_model_config(teacher), "the teacher's")
+        _require_weights(path, f"{key}={model}")
+        _require_context(config, read_model_config(model), f"the {role}'s")
+    if alone:
+        return
     own_path = Path(resolve(config.model.path))
     if own_path == path or _same_tokenizer(own_path, path):
         return
     own = load_tokenizer(config.model.path).get_vocab()
-    theirs = load_tokenizer(teacher, key).get_vocab()
+    theirs = load_tokenizer(model, key).get_vocab()
     differ = own.items() ^ theirs.items()
     if differ:
         token, number = min(differ, key=lambda one: (one[1], one[0]))
         raise ConfigError(
-            f"{key}={teacher} has another tokenizer than model.path={config.model.path}: "
+            f"{key}={model} has another tokenizer than model.path={config.model.path}: "
             f"{len({one for _, one in differ}):,} token ids differ, such as {number} ({token!r} in one of them alone): "
-            f"name a teacher with the policy's tokenizer"
+            f"name a {role} with the policy's tokenizer"
         )
 
 

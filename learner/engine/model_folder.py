@@ -32,6 +32,8 @@ SHARD = "5GB"
 """Most bytes of a weights file, unless a single tensor is larger."""
 TEMPLATES = "additional_chat_templates"
 """Where transformers keeps the chat templates of a tokenizer that has several."""
+SCORE = "best.json"
+"""File in the folder of a run's best model that says which step's weights these are, and why: of no other model."""
 GENERATION = "generation_config.json"
 """Where transformers keeps how a model is sampled from."""
 
@@ -204,7 +206,7 @@ def _copy_side_files(base: Path, staging: Path, dtype: str) -> None:
     weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
     for path in sorted(base.iterdir()):
         heavy = path.suffix in weights or path.name.endswith(".index.json")
-        if path.is_file() and not heavy:
+        if path.is_file() and not heavy and path.name != SCORE:
             shutil.copyfile(path, staging / path.name)
     if (base / TEMPLATES).is_dir():
         shutil.copytree(base / TEMPLATES, staging / TEMPLATES)

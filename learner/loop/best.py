@@ -13,11 +13,9 @@ from ...common.errors import DataError
 from ...common.parts import read_parts
 from ...common.plain import read_object
 from ...common.run_folder import RunFolder, write_atomic
+from ..engine.model_folder import SCORE
 
 log = logging.getLogger("tandem.learner")
-
-SCORE = "best.json"
-"""File in the model's folder that says which step's weights they are, and why."""
 
 
 class Best:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...common.config import Config
-from ...common.errors import DamagedError, RefusedError, RunFailedError, WireError
+from ...common.errors import DamagedError, RefusedError, RunFailedError, TandemError, WireError
 from ...common.models import resolve
 from ...common.records import Version
 from ...common.run_folder import JoinInfo, RunFolder
@@ -429,11 +429,23 @@ class Trainer:
         self._bad_in_a_row += 1
         if undone:
             # Earlier updates of the step are in the weights, so it goes back to the checkpoint.
-            self._rewind(step - 1)
+            if not self._rewind(step - 1):
+                # Each start begins to count anew, and one follows another here.
+                while self._journal.outcome(step - self._bad_in_a_row) == "quarantined":
+                    self._bad_in_a_row += 1
+                self._end_if_too_many(step, reason)
+                # Only a new process has the base model's weights. The journal tells it what to leave out.
+                raise TandemError(
+                    f"step {step} had an update that isn't finite after others of the same step, and there is no "
+                    f"checkpoint to go back to: the learner starts again from the base model, without step {step}"
+                )
             if self._step < step - 1:
                 return  # It is to end. The next start comes back to the step, which the journal has.
         self._use_up(step, reason)
         self._reporter.record(self._version, figures)
+        self._end_if_too_many(step, reason)
+
+    def _end_if_too_many(self, step: int, reason: str) -> None:
         if self._bad_in_a_row >= self._config.learner.max_nonfinite:
             raise RunFailedError(
                 f"{self._bad_in_a_row} steps in a row had a loss or gradient that isn't finite, or an "
@@ -451,14 +463,11 @@ class Trainer:
             # With weights.every over 1, the weights of the last steps are published nowhere.
             self._publishing.publish(self._version)
 
-    def _rewind(self, step: int) -> None:
+    def _rewind(self, step: int) -> bool:
+        """Goes back to the newest checkpoint, and trains from there to this step again; False if there is none."""
         newest = self._saver.load_newest(self._journal.last_step)
         if newest is None:
-            raise RunFailedError(
-                f"step {step + 1} had an update that isn't finite after others of the same step, "
-                f"and there is no checkpoint to go back to: lower learner.optimizer.lr, or set "
-                f"learner.minibatches=1 and learner.update_epochs=1"
-            )
+            return False
         bad = self._bad_in_a_row
         self._step = newest
         self._look_through(step)
@@ -467,6 +476,7 @@ class Trainer:
         with self._publishing.paused():
             self._replay(step)
         self._bad_in_a_row = bad
+        return True
 
     # Reports.
 

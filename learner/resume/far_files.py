@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from ...common import disk
 from ...common.errors import ConfigError, DataError
 from ...common.plain import read_json
 from ..rendezvous import broadcast_bytes, gather_names, sum_over_ranks
@@ -100,9 +103,20 @@ class CheckpointFiles:
         return cls(far=tuple(lacking), receivers=tuple(sorted(first.values())), place=place)
 
     @contextmanager
-    def writing(self, folder: Path) -> Iterator[Path]:
-        """The folder into which this rank writes; afterwards everything is in the run's ``folder``. Collective."""
+    def writing(self, folder: Path, share: int) -> Iterator[Path]:
+        """The folder into which this rank writes; afterwards everything is in the run's ``folder``. Collective.
+
+        Args:
+            folder: the checkpoint's folder.
+            share: bytes that each rank writes, for which other hosts must have room.
+
+        Raises:
+            DiskFull: this rank's host had no room for too long.
+        """
         rank = dist.get_rank() if self.far else 0
+        for first, after in pairwise((*self.receivers, math.inf)):
+            on_host = sum(first <= one < after for one in self.far)
+            self._await_room(int(first), on_host * share)
         own = self._own(f"checkpoint-of-rank-{rank}") if rank in self.far else folder
         try:
             yield own
@@ -135,6 +149,27 @@ class CheckpointFiles:
         finally:
             if rank in self.receivers:
                 shutil.rmtree(place, ignore_errors=True)
+
+    def _await_room(self, source: int, nbytes: int) -> None:
+        """Returns once a rank's host has room; the other ranks wait for it, and the head says so. Collective."""
+        rank, wait = dist.get_rank(), None
+        if rank == source:
+            assert self.place is not None
+            while not disk.has_room(self.place, nbytes):
+                wait = wait or disk.SpaceWait(self.place, nbytes)
+                wait.go_on()
+                _goes_on(source)
+            if wait is not None:
+                wait.over()
+            _goes_on(source, False)
+            return
+        told = False
+        while _goes_on(source):
+            if not (told or rank):
+                log.warning(
+                    f"the host of rank {source} has no room for its part of a checkpoint: waiting for it"
+                )
+            told = True
 
     def _own(self, name: str) -> Path:
         """An empty folder on this host."""

@@ -7,7 +7,7 @@ read of DeepSpeed beyond its public interface is in this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,10 @@ def load_state(engine: Any, named: Sequence[tuple[str, nn.Parameter]], folder: P
         DataError: it can't be read, or has other parameters.
     """
     files = StateFiles(folder)
-    _require_same(files, named)
+    if other := other_than(files, named):
+        raise DataError(
+            f"its parameters aren't those that these settings train: {len(other)} differ, such as {other[0]}"
+        )
     found = _places(engine)
     eight_bit: dict[int, list[tuple[str, _Place]]] = {}
     for name, parameter in named:
@@ -94,14 +97,12 @@ def _moments(
     return found
 
 
-def _require_same(files: StateFiles, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+def other_than(files: StateFiles, named: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+    """Names of the parameters that only the files or only the model has, then of those that differ in shape."""
     shapes = {name: _shape(parameter) for name, parameter in named}
     other = sorted(shapes.keys() ^ set(files.names))
     other += sorted(n for n in shapes.keys() & set(files.names) if files.shape(n) != shapes[n])
-    if other:
-        raise DataError(
-            f"its parameters aren't those that these settings train: {len(other)} differ, such as {other[0]}"
-        )
+    return other
 
 
 def _pieces(engine: Any, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Piece]:

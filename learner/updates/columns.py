@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ...common.config import Config
 from ...common.objectives.keys import Kl, OwnTokens
+from ..engine.critic import CriticEngine
 from ..engine.deepspeed_engine import DeepSpeedEngine
+from ..forward.policy import Policy
 from ..losses.finite import widened
 from ..losses.penalties import kl_in_reward
 from ..losses.ratios import row_sums
@@ -59,6 +61,12 @@ class Columns:
         self.reference: Reference | None = None
         if "reference" in objective.columns or penalised:
             self.reference = Reference(config, engine, reference_folder)
+        self.readers: list[Policy | CriticEngine] = [engine.policy]
+        """All that read the micro-batches, each in its own layout."""
+        if engine.critic is not None:
+            self.readers.append(engine.critic)
+        if self.reference is not None:
+            self.readers.append(self.reference.policy)
 
     # Layout.
 
@@ -92,7 +100,8 @@ class Columns:
             (which if units is None else units[which]).numpy(),
             budget=self.config.learner.micro_batch_tokens,
             ranks=self.engine.world_size,
-            packed=self.engine.policy.layout == "packed",
+            # Where one of them pads, the budget counts its padding.
+            packed=all(reader.layout == "packed" for reader in self.readers),
         )
         return [which[torch.from_numpy(part)] for part in shares[self.engine.rank]]
 

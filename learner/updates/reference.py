@@ -181,6 +181,11 @@ class Reference:
                 name = f"{digest}-{config.model.attention}.logprobs"
                 self._store = LogprobStore(folder / name)
 
+    @property
+    def policy(self) -> Policy:
+        """What it is computed with: its own model, or the learner's."""
+        return self._policy or self._engine.policy
+
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """``[N]`` log-probs of each micro-batch's tokens.
@@ -216,8 +221,7 @@ class Reference:
             dist.broadcast(missing, 0)
         wanted = [row for row in keys if missing[row]]
         mine = wanted[self._rank :: self._ranks]
-        policy = self._policy or self._engine.policy
-        layout: LayoutName = "packed" if policy.layout == "packed" else "padded"
+        layout: LayoutName = "packed" if self.policy.layout == "packed" else "padded"
         micro_batches = [micro_batch(rows.select(torch.tensor([row])), layout) for row in mine]
         if len(mine) < len(wanted[:: self._ranks]):
             # The ranks before this one have one more.

@@ -27,21 +27,19 @@ class Teacher:
 
     def __init__(self, config: Config, engine: DeepSpeedEngine, objective: Distill) -> None:
         self._objective = objective
-        self._policy = frozen_policy(
-            config, engine.device, "learner.teacher", whose="the teacher's"
-        )
-        engine.memory.add_frozen(self._policy)
-        self._known = self._policy.model.config.get_text_config().vocab_size
+        self.policy = frozen_policy(config, engine.device, "learner.teacher", whose="the teacher's")
+        engine.memory.add_frozen(self.policy)
+        self._known = self.policy.model.config.get_text_config().vocab_size
 
     def lesson(self, micro: MicroBatch) -> Lesson:
         """What it says of a micro-batch's tokens. Ranks needn't ask alike often."""
-        micro = laid_out(micro, self._policy.layout)
+        micro = laid_out(micro, self.policy.layout)
         # Ids beyond its own are padding of the policy's output, which is sampled next to never.
         micro = replace(micro, input_ids=micro.input_ids.clamp(max=self._known - 1))
         settings = self._objective.settings
         return Lesson(
-            hidden=self._policy.hidden(micro),
-            head=self._policy.head,
+            hidden=self.policy.hidden(micro),
+            head=self.policy.head,
             temperature=settings.divergence_temperature,
             mix=settings.divergence_mix,
             logprobs=self._objective.needs_logprobs,

@@ -148,6 +148,7 @@ class Updates:
         self.teacher: Teacher | None = None
         if isinstance(self.objective, Distill):
             self.teacher = Teacher(config, engine, self.objective)
+            self.columns.readers.append(self.teacher.policy)
 
     def train(
         self,

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import made_up
 
+import tandem.common.disk as disk
 import tandem.learner.engine.model_folder as model_folder
 import tandem.learner.ranks as ranks_module
 import tandem.learner.resume.checkpoints as checkpoints
@@ -119,7 +120,17 @@ def far(place: Path) -> None:
     dist.distributed_c10d._set_pg_timeout(ALLOWED)
     files = far_files.CheckpointFiles(far=(2,), receivers=(2,), place=place / "elsewhere")
     content = {f"of-{one}": bytes([one]) * size for one, size in enumerate((250, 0, 1150))}
-    with files.writing(folder) as own:
+    began, asked = time.monotonic(), []
+
+    def has_room(folder: Path, nbytes: int) -> bool:
+        asked.append((folder, nbytes))
+        return time.monotonic() - began > SLOW
+
+    disk.has_room = has_room
+    with files.writing(folder, share=1150) as own:
+        # There was no room before, for longer than the others wait.
+        assert time.monotonic() - began > SLOW
+        assert set(asked) == ({(place / "elsewhere", 1150)} if rank == 2 else set())
         (own / f"of-{rank}").write_bytes(content[f"of-{rank}"])
     dist.barrier()
     with files.reading(folder) as own:

@@ -18,7 +18,7 @@ from tandem.learner.forward.divergence import Lesson
 from tandem.learner.forward.policy import Policy
 from tandem.learner.objectives import make
 from tandem.learner.rows.groups import MixedGroup
-from tandem.learner.rows.microbatch import dummy, micro_batch
+from tandem.learner.rows.microbatch import MicroBatch, dummy, micro_batch
 from tandem.learner.rows.rows import Rows
 from tandem.learner.updates.updates import Updates
 
@@ -155,7 +155,7 @@ def test_neither_layout_nor_split_changes_an_update(
             learner={"micro_batch_tokens": budget},
         )
         assert updates.teacher is not None
-        for policy, layout in ((updates.engine.policy, own), (updates.teacher._policy, of_teacher)):
+        for policy, layout in ((updates.engine.policy, own), (updates.teacher.policy, of_teacher)):
             if layout == "padded":
                 policy.model.set_attn_implementation("sdpa")
                 policy.layout = "padded"
@@ -166,6 +166,28 @@ def test_neither_layout_nor_split_changes_an_update(
     for metrics in found.values():
         for name in ("train/loss", "train/grad_norm", "train/divergence"):
             assert metrics[name] == pytest.approx(plain[name], rel=1e-4)
+
+
+@pytest.mark.parametrize("budget", [20, 40, 60])
+def test_a_teacher_that_pads_keeps_to_the_budget_of_a_policy_that_packs(
+    budget: int, learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = learner(model={"attention": "varlen"}, learner={"micro_batch_tokens": budget})
+    assert updates.teacher is not None
+    teacher = updates.teacher.policy
+    teacher.model.set_attn_implementation("sdpa")
+    teacher.layout = "padded"
+    hidden, sizes = teacher.hidden, []
+
+    def seen(micro: MicroBatch) -> torch.Tensor:
+        sizes.append(micro.input_ids.numel())
+        return hidden(micro)
+
+    monkeypatch.setattr(teacher, "hidden", seen)
+    assert updates.train(1, mixed_groups(made_up), lr=1e-3).applied
+    assert updates.engine.policy.layout == "packed"
+    assert sizes
+    assert max(sizes) <= budget
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -204,7 +226,7 @@ def test_a_dummy_changes_nothing_at_any_stage(
 def test_the_teacher_stays_as_it_is(learner: Learner, made_up: ModuleType) -> None:
     updates = learner()
     assert updates.teacher is not None
-    model = updates.teacher._policy.model
+    model = updates.teacher.policy.model
     before = copy.deepcopy(model.state_dict())
     assert updates.train(1, mixed_groups(made_up), lr=0.1).applied
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -212,6 +212,34 @@ def test_a_damaged_step_is_not_exported(kept: Make) -> None:
     assert export(run.folder, run.config).step == 2
 
 
+def test_a_checkpoint_of_another_model_than_the_base_is_not_exported(kept: Make) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = kept()
+    run.save(1)
+    path = Path(run.config.model.path)
+    other = AutoModelForCausalLM.from_pretrained(path)
+
+    def refused(changed: dict[str, Any]) -> str:
+        config = type(other.config).from_dict(other.config.to_dict() | changed)
+        place = run.folder.path / "-".join(changed)
+        shutil.copytree(path, place)
+        type(other)(config).save_pretrained(place)
+        model = run.config.model.model_copy(update={"path": str(place)})
+        with pytest.raises(
+            DataError, match=r"doesn't belong to the model in model.path="
+        ) as caught:
+            export(run.folder, run.config.model_copy(update={"model": model}))
+        assert not list(run.folder.path.glob("model-*"))
+        return str(caught.value)
+
+    layers = other.config.num_hidden_layers
+    more = refused({"num_hidden_layers": layers + 1, "layer_types": None})
+    assert f"such as model.layers.{layers}." in more
+    wider = refused({"intermediate_size": 2 * other.config.intermediate_size})
+    assert "parameters differ, such as model.layers.0.mlp.down_proj.weight: restore" in wider
+
+
 def test_what_is_there_already_stays(kept: Make, tmp_path: Path) -> None:
     run = kept(lora={"rank": 2, "alpha": 4.0})
     run.save(1)
@@ -360,6 +388,22 @@ def test_the_best_kept_step_is_named_with_its_value(kept: Make) -> None:
     assert (found.step, found.note) == (4, "train/loss is 2.5 there.")
 
 
+def test_kept_steps_are_compared_by_evaluations_of_the_same_problems(kept: Make) -> None:
+    run = kept()
+    for step in (4, 6):
+        run.save(step)
+    # As with evaluate.limit: the first and the last evaluation are of the whole set.
+    measured = [(0, 0.95, 50), (2, 0.8, 10), (4, 0.4, 10), (6, 0.7, 10), (6, 0.3, 50)]
+    lines = (
+        json.dumps({"step": step, "eval/held/accuracy": value, "eval/held/problems": problems})
+        for step, value, problems in measured
+    )
+    run.folder.metrics.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found = export(run.folder, run.config, best="held/accuracy")
+    assert found.step == 6
+    assert found.note.startswith("held/accuracy of 10 problems is 0.7 there. Step 2 had 0.8, and")
+
+
 def test_a_metric_that_no_kept_step_has_is_refused(kept: Make) -> None:
     run = kept()
     run.save(2)
@@ -399,6 +443,19 @@ def test_the_runs_own_best_model_is_the_answer_to_its_own_metric(
     assert content(adapter_folder(copied.place)) == content(adapter_folder(run.folder.best))
     # The smallest is another question.
     assert export(run.folder, run.config, best="held/accuracy:min").step == 3
+
+
+def test_what_is_told_of_a_best_model_is_not_told_of_those_trained_from_it(
+    base: Path, tmp_path: Path, states: ModuleType
+) -> None:
+    own = tmp_path / "base"
+    shutil.copytree(base, own)
+    (own / "best.json").write_text(json.dumps({"step": 70, "value": 0.9}))
+    run = Kept(tmp_path / "run", states.engine_at(0, "float32", own), states)
+    run.save(1, export=True)
+    for place in (run.folder.path / "1", export(run.folder, run.config).place):
+        assert best_of(place) is None
+        assert (place / "tokenizer.json").exists()
 
 
 def test_only_evaluations_of_the_same_problems_are_compared(

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from tandem.common import wire
 from tandem.common.config import to_yaml
-from tandem.common.errors import DataError, RunFailedError
+from tandem.common.errors import DataError, RunFailedError, TandemError
 from tandem.common.models import resolve
 from tandem.common.records import Group, Verdict, Version
 from tandem.common.weights.receiver import Target, WeightReceiver
@@ -520,6 +520,44 @@ def test_steps_that_are_not_finite_are_quarantined_and_undone(
     finish(clean, launch(clean))
     for name, tensor in weights(clean).items():
         assert torch.equal(weights(run)[name], tensor), name
+
+
+def test_before_the_first_checkpoint_a_new_start_undoes_a_step(
+    start_run: StartRun, launch: Launch
+) -> None:
+    sections = {"run": {"steps": 5}, "learner": {"checkpoint_every": 1000, "minibatches": 2}}
+    run = start_run(**sections)
+    poison(run, {"0-5"})
+    run.work()
+    # Which a supervisor starts again.
+    log = finish(run, launch(run), expected=TandemError.exit_code)
+    assert "the learner starts again from the base model, without step 3" in log
+    assert run.runs.state() == "running"
+    log = finish(run, launch(run))
+    assert "trains steps 1 to 3 again from the journal" in log
+    assert run.ledger.counts()["rejected:quarantined"] == 2
+    applied = {record["step"]: record["train/applied"] for record in metrics(run)}
+    assert applied == {1: 1.0, 2: 1.0, 3: 0.0, 4: 1.0, 5: 1.0}
+
+    clean = start_run(**sections)
+    poison(clean, {"0-4"})
+    clean.work()
+    finish(clean, launch(clean))
+    for name, tensor in weights(clean).items():
+        assert torch.equal(weights(run)[name], tensor), name
+
+
+def test_steps_that_new_starts_undo_are_counted_as_others_are(
+    start_run: StartRun, launch: Launch
+) -> None:
+    learner = {"checkpoint_every": 1000, "minibatches": 2, "max_nonfinite": 2}
+    run = start_run(run={"steps": 6}, learner=learner)
+    poison(run, {"0-3", "0-5"})
+    run.work()
+    finish(run, launch(run), expected=TandemError.exit_code)
+    log = finish(run, launch(run), expected=RunFailedError.exit_code)
+    assert "2 steps in a row had a loss or gradient that isn't finite" in log
+    assert run.runs.state() == "failed"
 
 
 def test_a_run_that_is_to_end_while_it_goes_back_loses_no_update(

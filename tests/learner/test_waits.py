@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.timeout(300)
 def test_the_other_ranks_wait_for_what_one_does_alone(tmp_path: Path, many: ModuleType) -> None:
     """Rank 0 takes digests of a checkpoint, makes the files of a model, and moves files of a rank that is far away,
-    each for longer than the others wait for an order.
+    which waited for room on its disk: each for longer than the others wait for an order.
 
     Signs of life reach them meanwhile, and never get in between an order and what all ranks then do together.
     """

@@ -426,13 +426,14 @@ def _look_for_inputs(opening: Opening, made: Sequence[Path]) -> None:
         place = Path(os.path.abspath(opening.folder.resolve(path)))
         return any(place.is_relative_to(folder) for folder in made)
 
-    if not is_made(config.model.path):
+    made_own = is_made(config.model.path)
+    if not made_own:
         check_model(config)
     critic, teacher = config.learner.critic, config.learner.teacher
     if critic is not None and critic.model is not None and not is_made(critic.model):
-        check_critic(config)
-    if teacher is not None and not is_made(teacher) and not is_made(config.model.path):
-        check_teacher(config)
+        check_critic(config, alone=made_own)
+    if teacher is not None and not is_made(teacher):
+        check_teacher(config, alone=made_own)
     paths = [source.path for source in config.data.train]
     paths += [one.path for one in config.data.evaluate]
     if config.data.archive is not None:

@@ -246,7 +246,19 @@ def test_a_critics_model_that_is_missing_is_refused_by_its_own_name(tmp_path: Pa
     with pytest.raises(DataError, match=r"^learner\.critic\.model=.* has no weights"):
         preflight.check_critic(config_of(tmp_path))
     (tmp_path / "model.safetensors").touch()
+    with pytest.raises(DataError, match=r"^learner\.critic\.model=.* has no tokenizer"):
+        preflight.check_critic(config_of(tmp_path))
+    # Before an earlier stage has made the policy's model.
+    preflight.check_critic(config_of(tmp_path), alone=True)
+    base = Path(resolve("miniature"))
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, tmp_path)
     preflight.check_critic(config_of(tmp_path))
+    content = json.loads((base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"max_position_embeddings": 20}))
+    with pytest.raises(ConfigError, match="over the critic's context of 20 tokens: lower"):
+        preflight.check_critic(config_of(tmp_path))
+    shutil.copy(base / "config.json", tmp_path)
     with pytest.raises(DataError, match=r"^learner\.critic\.model=.*: its weights can't be read"):
         load_critic(config_of(tmp_path), torch.device("cpu"), 1)
     preflight.check_critic(load("miniature").resolve([]))
@@ -279,17 +291,19 @@ def test_a_teachers_model_is_checked_by_its_own_name(tmp_path: Path) -> None:
         check(tmp_path, f"data.max_prompt_tokens={context}")
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_teacher_or_critic_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     shutil.copytree(resolve("miniature"), tmp_path, dirs_exist_ok=True)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     ids = tokenizer["model"]["vocab"]
     ids["7"], ids["8"] = ids["8"], ids["7"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = load("miniature").resolve(
-        ["learner.objective.name=distill", f"learner.teacher={tmp_path}"]
-    )
-    with pytest.raises(ConfigError, match=r"another tokenizer .*: 2 token ids differ, such as"):
-        preflight.check_teacher(config)
+    said = "has another tokenizer than model.path=.*: 2 token ids differ, such as"
+    distill = ["learner.objective.name=distill", f"learner.teacher={tmp_path}"]
+    with pytest.raises(ConfigError, match=rf"^learner\.teacher=.* {said} .* name a teacher"):
+        preflight.check_teacher(load("miniature").resolve(distill))
+    ppo = ["learner.objective.name=ppo", "expert.per_group=0", f"learner.critic.model={tmp_path}"]
+    with pytest.raises(ConfigError, match=rf"^learner\.critic\.model=.* {said} .* name a critic"):
+        preflight.check_critic(load("miniature").resolve(ppo))
 
 
 def test_a_teacher_with_the_policys_own_tokenizer_files_is_taken_without_loading_them(
