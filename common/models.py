@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -76,21 +77,28 @@ def resolve(path: str, key: str = "model.path") -> str:
     )
 
 
-def local_folder(path: str) -> Path:
+def local_folder(path: str, fetch: Sequence[str] = ()) -> Path:
     """The folder of this host with a model's files: the hub's cache has it for a hub name.
 
+    Args:
+        path: see :func:`resolve`.
+        fetch: patterns of files that are fetched from the hub if the cache lacks them.
+
     Raises:
-        DataError: there is none.
+        DataError: there is none, and the hub didn't give it.
     """
     place = resolve(path)
     if Path(place).is_dir():
         return Path(place)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(place, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
+        found = snapshot_download(
+            place, allow_patterns=list(fetch) or None, local_files_only=not fetch
+        )
+        return Path(found)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise DataError(
             f"model.path={path}: its files aren't in the hub's cache here ({_one_line(error)}): run "
             f"tandem get model {path}, and name the folder"
