@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from ...common.config import Config
 
+STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+"""Signals that ask a run to stop."""
 SAID = 4_000
 """Characters of the end of a run's output that an error shows."""
 
@@ -194,7 +197,9 @@ class Run:
             if end is not None and time.monotonic() > end:
                 raise DeadlineError(f"{self.path}: the run goes on after {seconds:.0f} s")
             time.sleep(LOOK_SECONDS)
-        if self._process is not None and self._process.returncode:
+        code = 0 if self._process is None else self._process.returncode
+        # A command that was asked to stop ends with 128 and the signal's number, or by the signal before it heeds any.
+        if code and not (code > 128 or -code in STOPS):
             raise TandemError(self.output[-SAID:].strip() or f"{self.path}: the run has failed")
         return self.summary
 

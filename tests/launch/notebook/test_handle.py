@@ -50,7 +50,7 @@ def test_a_run_is_started_looked_at_stopped_resumed_and_read(
         tandem.launch.open_run("runs/miniature").stop()
         run.stop()
         assert not run.is_running
-        assert run.summary is None
+        assert run.wait(10) is None
         done = run.metrics().column("step").to_pylist()[-1]
     finally:
         run.stop()
@@ -139,6 +139,23 @@ def test_a_run_has_a_summary_while_it_is_finished_alone(tmp_path: Path) -> None:
         folder.write_run({"state": state})
         assert run.summary == summary
         assert run.wait(10) == summary
+
+
+@pytest.mark.parametrize("ended", ["exit 143", "exit 130", "kill -TERM $$"])
+def test_a_run_that_was_stopped_has_no_summary_and_has_not_failed(
+    ended: str, tmp_path: Path
+) -> None:
+    with subprocess.Popen(["sh", "-c", ended]) as process:
+        assert Run(tmp_path, process=process).wait(30) is None
+
+
+@pytest.mark.parametrize("ended", ["exit 1", "kill -KILL $$"])
+def test_a_command_that_failed_or_was_killed_is_told(ended: str, tmp_path: Path) -> None:
+    with (
+        subprocess.Popen(["sh", "-c", ended]) as process,
+        pytest.raises(TandemError, match="the run has failed"),
+    ):
+        Run(tmp_path, process=process).wait(30)
 
 
 def test_stages_have_a_summary_while_all_of_them_are_finished(tmp_path: Path) -> None:
