@@ -190,7 +190,8 @@ class Run:
 
         Raises:
             DeadlineError: it hasn't ended by then; it goes on.
-            TandemError: it has failed; the message is the end of what the command printed.
+            TandemError: it has failed; the message is the end of what the command printed, or names the log that has
+                it if another Python started it.
         """
         end = None if seconds is None else time.monotonic() + seconds
         while self.is_running:
@@ -201,6 +202,11 @@ class Run:
         # A command that was asked to stop ends with 128 and the signal's number, or by the signal before it heeds any.
         if code and not (code > 128 or -code in STOPS):
             raise TandemError(self.output[-SAID:].strip() or f"{self.path}: the run has failed")
+        # No stage begins after one that has failed.
+        if self.folder.read_run().get("state") == "failed":
+            raise TandemError(
+                f"{self.folder.path}: the run has failed: {self.folder.logs / 'start.log'} says why"
+            )
         return self.summary
 
     def stop(self, seconds: float = 120.0) -> None:

@@ -158,6 +158,19 @@ def test_a_command_that_failed_or_was_killed_is_told(ended: str, tmp_path: Path)
         Run(tmp_path, process=process).wait(30)
 
 
+def test_whoever_opens_a_run_that_has_failed_is_told(tmp_path: Path) -> None:
+    top, first, second = (RunFolder(tmp_path / name) for name in ("", "sft", "rl"))
+    top.stages.write_text('{"stages": ["sft", "rl"]}')
+    for folder, state in ((first, "finished"), (second, "failed")):
+        folder.make()
+        folder.write_run({"state": state})
+    for path in (second.path, top.path):
+        with pytest.raises(TandemError, match=r"rl: the run has failed: .*start\.log"):
+            tandem.launch.open_run(path).wait(10)
+    second.write_run({"state": "stopped"})
+    assert tandem.launch.open_run(top.path).wait(10) is None
+
+
 def test_stages_have_a_summary_while_all_of_them_are_finished(tmp_path: Path) -> None:
     top = RunFolder(tmp_path)
     top.stages.write_text('{"stages": ["sft", "rl"]}')
