@@ -62,7 +62,7 @@ def start(
 
     words = [f"{key}={_word(value)}" for key, value in _flat("", overrides)]
     folder = RunFolder(folder_of(load(preset), words))
-    before = _changed(folder)
+    called = time.time()
     # Without a name, so that nothing is left behind.
     output = tempfile.TemporaryFile()  # noqa: SIM115
     command = [sys.executable, "-P", "-m", "tandem.launch.cli", "offline" if offline else "start"]
@@ -87,7 +87,7 @@ def start(
     )
     run = Run(folder.path, process=process, output=output)
     end = time.monotonic() + wait_seconds
-    while process.poll() is None and _changed(folder) == before:
+    while process.poll() is None and _began(folder) < called:
         if time.monotonic() > end:
             process.terminate()
             raise DeadlineError(
@@ -265,9 +265,9 @@ def _word(value: Any) -> str:
     return json.dumps(value, default=os.fspath, ensure_ascii=False)
 
 
-def _changed(folder: RunFolder) -> int:
-    """When the newest ``run.json`` was written, in nanoseconds; 0 if there is none."""
+def _began(folder: RunFolder) -> float:
+    """When the last start of the newest run in it began, in seconds since the epoch; 0 if there is none yet."""
     try:
-        return RunFolder(newest_stage(folder.path)).run_json.stat().st_mtime_ns
-    except (OSError, DataError):
+        return float(RunFolder(newest_stage(folder.path)).read_run().get("began") or 0)
+    except DataError:  # The command refuses such a folder.
         return 0

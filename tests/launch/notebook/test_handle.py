@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 import tandem.launch
+from tandem.common.config import to_yaml
 from tandem.common.errors import DataError, DeadlineError, TandemError
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
 from tandem.launch.notebook.handle import Run
+from tandem.launch.run.opened.presets import load
 from tandem.learner.resume.journal import read
 
 QUICK = {
@@ -261,6 +263,42 @@ def test_a_refused_run_raises_what_the_command_says(
     with pytest.raises(TandemError, match="launch"):
         tandem.launch.start("miniature", **{"learner.ranks": 3, "launch.gpus": [0, 1, 2]})
     assert not (tmp_path / "runs").exists()
+
+
+LIVE = """
+import sys, time
+from tandem.common.run_folder import RunFolder
+from tandem.launch.host.folder_lock import FolderLock
+folder = RunFolder(sys.argv[1])
+FolderLock(folder).take()
+record = folder.read_run()
+print("ready", flush=True)
+while True:
+    folder.write_run({**record, "alive": time.time()})
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_that_goes_on_is_not_taken_for_the_one_that_is_refused(
+    fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder("runs/miniature")
+    folder.make()
+    folder.write_config(to_yaml(load("miniature").resolve([])))
+    record = {"run_id": "abc", "preset": "miniature", "state": "running", "began": time.time()}
+    folder.write_run(record)
+    with subprocess.Popen(
+        [sys.executable, "-c", LIVE, str(folder.path)], stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            with pytest.raises(TandemError, match=f"in use by process {process.pid}"):
+                tandem.launch.start("miniature", fresh=fresh)
+        finally:
+            process.kill()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
