@@ -51,16 +51,18 @@ def start(
         fresh: begin anew, and move an existing folder of the same name aside.
         offline: train on stored traces, as ``tandem offline`` does.
         wait_seconds: how long the folder may take to be there, seconds.
-        overrides: settings, as ``run={"steps": 50}`` or ``**{"run.steps": 50}``.
+        overrides: settings, as ``run={"steps": 50}`` or ``**{"run.steps": 50}``. A setting whose value is a mapping,
+            such as ``environments.use``, is replaced by the one that is given.
 
     Raises:
         TandemError: the run was refused; the message is the command's own.
         DeadlineError: there was no folder after ``wait_seconds``.
     """
+    from ...common.config import valid_keys
     from ..run.opened.presets import load
     from ..run.several.stages import folder_of
 
-    words = [f"{key}={_word(value)}" for key, value in _flat("", overrides)]
+    words = [f"{key}={_word(value)}" for key, value in _flat("", overrides, set(valid_keys()))]
     folder = RunFolder(folder_of(load(preset), words))
     called = time.time()
     # Without a name, so that nothing is left behind.
@@ -251,18 +253,36 @@ class Run:
         return tables.groups(self.folder, steps)
 
 
-def _flat(prefix: str, tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Settings of a nested mapping, by their whole names."""
+def _flat(prefix: str, tree: Mapping[str, Any], keys: Collection[str]) -> list[tuple[str, Any]]:
+    """Settings of a nested mapping, by their whole names.
+
+    Args:
+        prefix: the names around it.
+        tree: sections of settings. A value that is a mapping itself stays whole.
+        keys: the names of all settings, of which a stage's name may stand in front.
+    """
     found: list[tuple[str, Any]] = []
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        found += _flat(f"{name}.", value) if isinstance(value, Mapping) else [(name, value)]
+        whole = name in keys or name.partition(".")[2] in keys
+        if isinstance(value, Mapping) and not whole:
+            found += _flat(f"{name}.", value, keys)
+        else:
+            found.append((name, value))
     return found
 
 
 def _word(value: Any) -> str:
     """A value as the command line takes it: JSON, which is YAML as well where letters stand for themselves."""
-    return json.dumps(value, default=os.fspath, ensure_ascii=False)
+    return json.dumps(value, default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """A mapping, a path or a scalar of numpy as JSON has it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    item = getattr(value, "item", None)
+    return item() if callable(item) else os.fspath(value)
 
 
 def _began(folder: RunFolder) -> float:

@@ -9,15 +9,17 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 
 import tandem.launch
-from tandem.common.config import to_yaml
+from tandem.common.config import to_yaml, valid_keys
 from tandem.common.errors import DataError, DeadlineError, TandemError
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
-from tandem.launch.notebook.handle import Run
+from tandem.launch.notebook.handle import Run, _flat, _word
 from tandem.launch.run.opened.presets import load
 from tandem.learner.resume.journal import read
 
@@ -263,6 +265,26 @@ def test_a_refused_run_raises_what_the_command_says(
     with pytest.raises(TandemError, match="launch"):
         tandem.launch.start("miniature", **{"learner.ranks": 3, "launch.gpus": [0, 1, 2]})
     assert not (tmp_path / "runs").exists()
+
+
+def test_settings_are_given_as_the_command_line_takes_them() -> None:
+    keys = set(valid_keys())
+    given = {
+        "run": {"steps": np.int64(5), "dir": Path("here")},
+        "rollout": {"vllm": {"args": {"a.b": 1}}},
+        "environments": {"use": {}},
+        "sft": {"learner": {"objective": {"name": "own:Loss", "params": {"k": np.float32(0.5)}}}},
+        "rl.learner.deepspeed": MappingProxyType({}),
+    }
+    assert [f"{name}={_word(value)}" for name, value in _flat("", given, keys)] == [
+        "run.steps=5",
+        'run.dir="here"',
+        'rollout.vllm.args={"a.b": 1}',
+        "environments.use={}",
+        'sft.learner.objective.name="own:Loss"',
+        'sft.learner.objective.params={"k": 0.5}',
+        "rl.learner.deepspeed={}",
+    ]
 
 
 LIVE = """
