@@ -32,7 +32,15 @@ SHIPPED = {
 }
 """Models that are shipped, by the names that ``model.path`` has for them, with their folders in the package."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+"""A folder without any of these files has no tokenizer."""
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -117,9 +125,9 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBas
     """
     place = resolve(path, key)
     folder = Path(place)
-    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise DataError(
-            f"{key}={path}: the folder has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}, "
+            f"{key}={path}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, "
             f"…): copy the base model's tokenizer files into it"
         )
     from transformers import AutoTokenizer

@@ -24,7 +24,7 @@ from ...replay.evaluating.held_out import held_out
 from ...replay.forms import check_form
 from ...replay.forms import data_files as files_of
 from ...reward.grading import Grader
-from ..host.preflight import TOKENIZER_FILES, check_model
+from ..host.preflight import check_model
 from .archived import of_archive
 from .counts import SourceCounts
 from .pack import NAME as PACKED
@@ -133,7 +133,7 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
     if config.data.archive is not None:
         digest.update(_archive_digest(config.data.archive).encode())
     if model is not None:
-        files += [model / name for name in (*TOKENIZER_FILES, "tokenizer_config.json")]
+        files += [model / name for name in (*models.TOKENIZER_FILES, "tokenizer_config.json")]
     with data_files(config, folder) as resolve:
         sources: list[SourceConfig | EvalSetConfig] = [*config.data.train, *config.data.evaluate]
         for source in sources:

@@ -18,11 +18,12 @@ from tokenizers.processors import TemplateProcessing
 from tandem.common import prompts
 from tandem.common.config import Config, to_yaml
 from tandem.common.errors import DataError, TandemError
-from tandem.common.models import resolve
+from tandem.common.models import TOKENIZER_FILES, resolve
 from tandem.common.records import Verdict
 from tandem.common.run_folder import JoinInfo, RunFolder
 from tandem.launch.cli import main
 from tandem.launch.host import existing_redis, redis_server
+from tandem.launch.host.preflight import check_model
 from tandem.launch.ingest import prepare as ingest
 from tandem.launch.ingest import process as ingest_process
 from tandem.launch.ingest.columns import broken
@@ -589,6 +590,14 @@ def test_a_model_folder_without_a_tokenizer(model: Path, here: Path, capsys) -> 
     for name in ("tokenizer.json", "vocab.json", "merges.txt"):
         (model / name).unlink(missing_ok=True)
     assert "model.path=model has no tokenizer" in refused(capsys, here, "model.path=model")
+
+
+@pytest.mark.parametrize("name", TOKENIZER_FILES)
+def test_a_model_folder_with_any_file_of_a_tokenizer_has_one(name: str, model: Path) -> None:
+    for other in TOKENIZER_FILES:
+        (model / other).unlink(missing_ok=True)
+    (model / name).touch()
+    assert check_model(load("miniature").resolve(["model.path=model"])) == Path("model")
 
 
 @pytest.mark.usefixtures("in_this_process")
