@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -31,7 +32,15 @@ SHIPPED = {
 }
 """Models that are shipped, by the names that ``model.path`` has for them, with their folders in the package."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+"""A folder without any of these files has no tokenizer."""
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -76,21 +85,28 @@ def resolve(path: str, key: str = "model.path") -> str:
     )
 
 
-def local_folder(path: str) -> Path:
+def local_folder(path: str, fetch: Sequence[str] = ()) -> Path:
     """The folder of this host with a model's files: the hub's cache has it for a hub name.
 
+    Args:
+        path: see :func:`resolve`.
+        fetch: patterns of files that are fetched from the hub if the cache lacks them.
+
     Raises:
-        DataError: there is none.
+        DataError: there is none, and the hub didn't give it.
     """
     place = resolve(path)
     if Path(place).is_dir():
         return Path(place)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(place, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
+        found = snapshot_download(
+            place, allow_patterns=list(fetch) or None, local_files_only=not fetch
+        )
+        return Path(found)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise DataError(
             f"model.path={path}: its files aren't in the hub's cache here ({_one_line(error)}): run "
             f"tandem get model {path}, and name the folder"
@@ -109,9 +125,9 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBas
     """
     place = resolve(path, key)
     folder = Path(place)
-    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise DataError(
-            f"{key}={path}: the folder has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}, "
+            f"{key}={path}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, "
             f"…): copy the base model's tokenizer files into it"
         )
     from transformers import AutoTokenizer

@@ -134,7 +134,7 @@ def _vllm(
     versions: int,
     shares_gpu: bool,
 ) -> Engine:
-    from ..common.models import load_tokenizer, read_model_config, resolve
+    from ..common.models import load_tokenizer, resolve
     from .model_facts import model_facts, require_checkpoint_names
     from .vllm import vllm_adapters, vllm_memory, vllm_version
     from .vllm.vllm_engine import VllmEngine
@@ -153,8 +153,7 @@ def _vllm(
     dtype = rollout.dtype or model.dtype
     facts = model_facts(path, dtype=dtype, context=context, tokenizer=tokenizer, lora=lora)
     if lora is None:
-        kind = str(read_model_config(model.path).get("model_type"))
-        require_checkpoint_names(path, facts.specs, kind)
+        require_checkpoint_names(path, facts.specs)
     gpus = torch.cuda.is_available()
     cache = None if settings.kv_cache_mb is None else settings.kv_cache_mb << 20
     if cache is None and shares_gpu and gpus:

@@ -11,6 +11,7 @@ from ..common import prompts
 from ..common.adapters import adapted_layers, adapter_tensors
 from ..common.config.learner import LoraConfig
 from ..common.errors import ConfigError, DataError
+from ..common.models import local_folder, read_model_config
 from ..common.plain import read_object
 from .engine import ParameterSpec
 
@@ -106,21 +107,23 @@ def model_facts(
     return facts_of(model, tokenizer, context=context, lora=lora)
 
 
-def require_checkpoint_names(path: str, specs: Iterable[ParameterSpec], kind: str) -> None:
+def require_checkpoint_names(path: str, specs: Iterable[ParameterSpec]) -> None:
     """Refuses a model whose parameters have other names in transformers than in its checkpoint.
 
     Weights travel under transformers' names, and an engine that reads checkpoints knows the checkpoint's:
     it would ignore unknown ones, such as experts that transformers holds in one tensor.
 
     Args:
-        path: a model folder with safetensors; anything else passes.
+        path: a model folder, or a hub name, whose weights are fetched: the engine needs them anyway. One without
+            safetensors passes.
         specs: the model's parameters.
-        kind: the model's ``model_type``.
 
     Raises:
         ConfigError: a parameter isn't in the checkpoint under its name.
+        DataError: the hub didn't give the weights.
     """
-    known = _checkpoint_names(Path(path))
+    folder = local_folder(path, ("config.json", "*.safetensors", "*.safetensors.index.json"))
+    known = _checkpoint_names(folder)
     if not known:
         return
     # Some checkpoints hold the model without its head, and their names lack the first part.
@@ -130,6 +133,7 @@ def require_checkpoint_names(path: str, specs: Iterable[ParameterSpec], kind: st
         if spec.name not in known and spec.name.partition(".")[2] not in known
     ]
     if unknown:
+        kind = read_model_config(str(folder)).get("model_type")
         raise ConfigError(
             f"rollout.engine=vllm can't take up new weights of model type {kind!r}: transformers "
             f"names {len(unknown)} of its parameters otherwise than the checkpoint does, such as "

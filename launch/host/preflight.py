@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.disk import free_bytes
 from ...common.errors import ConfigError, DataError
+from ...common.models import TOKENIZER_FILES
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
 from ..plan.placement import Placement, place, trackers_of, workers_of
@@ -20,15 +21,13 @@ from .servers import check_servers
 if TYPE_CHECKING:
     from ...common.config import Config
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-"""A folder without any of these files has no tokenizer."""
 TOKENIZER_SETTINGS = (
     "tokenizer_config.json",
     "added_tokens.json",
     "special_tokens_map.json",
     "merges.txt",
 )
-"""Files that may stand beside them."""
+"""Files that may stand beside a tokenizer's own."""
 LOG_BYTES = 64 << 20
 """Size of a run's metrics, samples and logs, roughly."""
 

@@ -24,7 +24,7 @@ from ...replay.evaluating.held_out import held_out
 from ...replay.forms import check_form
 from ...replay.forms import data_files as files_of
 from ...reward.grading import Grader
-from ..host.preflight import TOKENIZER_FILES, check_model
+from ..host.preflight import TOKENIZER_SETTINGS, check_model
 from .archived import of_archive
 from .counts import SourceCounts
 from .pack import NAME as PACKED
@@ -120,9 +120,16 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def inputs_digest(config: Config, folder: RunFolder) -> str:
-    """Digest of everything that :func:`prepare` reads; if it is unchanged, Redis holds the result."""
-    digest = hashlib.blake2b(digest_size=16)
+def inputs_digest(config: Config, folder: RunFolder, *, older: bool = False) -> str:
+    """Digest of everything that :func:`prepare` reads; if it is unchanged, Redis holds the result.
+
+    Args:
+        config: the run's settings.
+        folder: the run's folder, to which data paths may be relative.
+        older: as runs of older versions have it, which didn't look at all files of a tokenizer. A newer version may read
+            their data otherwise, so that they aren't read anew without need.
+    """
+    digest = hashlib.blake2b(b"" if older else b"whole tokenizer", digest_size=16)
     tree = config.model_dump(mode="json")
     # Data are the same whenever a trace enters a group, and older runs lack this setting.
     expert = {name: value for name, value in tree["expert"].items() if name != "when"}
@@ -133,7 +140,7 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
     if config.data.archive is not None:
         digest.update(_archive_digest(config.data.archive).encode())
     if model is not None:
-        files += [model / name for name in (*TOKENIZER_FILES, "tokenizer_config.json")]
+        files += [model / name for name in _OLD_TOKENIZER] if older else _tokenizer_files(model)
     with data_files(config, folder) as resolve:
         sources: list[SourceConfig | EvalSetConfig] = [*config.data.train, *config.data.evaluate]
         for source in sources:
@@ -146,6 +153,22 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
                     while chunk := content.read(1 << 20):
                         digest.update(chunk)
     return digest.hexdigest()
+
+
+_OLD_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "tekken.json",
+    "tokenizer_config.json",
+)
+
+
+def _tokenizer_files(model: Path) -> list[Path]:
+    """What prompts may be rendered and encoded by, chat templates included."""
+    names = (*models.TOKENIZER_FILES, *TOKENIZER_SETTINGS, "chat_template.jinja")
+    further = sorted((model / "additional_chat_templates").glob("*.jinja"))
+    return [*(model / name for name in names), *further]
 
 
 def _archive_digest(path: str) -> str:

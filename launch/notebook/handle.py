@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from ...common.config import Config
 
+STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+"""Signals that ask a run to stop."""
 SAID = 4_000
 """Characters of the end of a run's output that an error shows."""
 
@@ -48,18 +51,20 @@ def start(
         fresh: begin anew, and move an existing folder of the same name aside.
         offline: train on stored traces, as ``tandem offline`` does.
         wait_seconds: how long the folder may take to be there, seconds.
-        overrides: settings, as ``run={"steps": 50}`` or ``**{"run.steps": 50}``.
+        overrides: settings, as ``run={"steps": 50}`` or ``**{"run.steps": 50}``. A setting whose value is a mapping,
+            such as ``environments.use``, is replaced by the one that is given.
 
     Raises:
         TandemError: the run was refused; the message is the command's own.
         DeadlineError: there was no folder after ``wait_seconds``.
     """
+    from ...common.config import valid_keys
     from ..run.opened.presets import load
     from ..run.several.stages import folder_of
 
-    words = [f"{key}={_word(value)}" for key, value in _flat("", overrides)]
+    words = [f"{key}={_word(value)}" for key, value in _flat("", overrides, set(valid_keys()))]
     folder = RunFolder(folder_of(load(preset), words))
-    before = _changed(folder)
+    called = time.time()
     # Without a name, so that nothing is left behind.
     output = tempfile.TemporaryFile()  # noqa: SIM115
     command = [sys.executable, "-P", "-m", "tandem.launch.cli", "offline" if offline else "start"]
@@ -84,7 +89,7 @@ def start(
     )
     run = Run(folder.path, process=process, output=output)
     end = time.monotonic() + wait_seconds
-    while process.poll() is None and _changed(folder) == before:
+    while process.poll() is None and _began(folder) < called:
         if time.monotonic() > end:
             process.terminate()
             raise DeadlineError(
@@ -187,15 +192,23 @@ class Run:
 
         Raises:
             DeadlineError: it hasn't ended by then; it goes on.
-            TandemError: it has failed; the message is the end of what the command printed.
+            TandemError: it has failed; the message is the end of what the command printed, or names the log that has
+                it if another Python started it.
         """
         end = None if seconds is None else time.monotonic() + seconds
         while self.is_running:
             if end is not None and time.monotonic() > end:
                 raise DeadlineError(f"{self.path}: the run goes on after {seconds:.0f} s")
             time.sleep(LOOK_SECONDS)
-        if self._process is not None and self._process.returncode:
+        code = 0 if self._process is None else self._process.returncode
+        # A command that was asked to stop ends with 128 and the signal's number, or by the signal before it heeds any.
+        if code and not (code > 128 or -code in STOPS):
             raise TandemError(self.output[-SAID:].strip() or f"{self.path}: the run has failed")
+        # No stage begins after one that has failed.
+        if self.folder.read_run().get("state") == "failed":
+            raise TandemError(
+                f"{self.folder.path}: the run has failed: {self.folder.logs / 'start.log'} says why"
+            )
         return self.summary
 
     def stop(self, seconds: float = 120.0) -> None:
@@ -240,23 +253,41 @@ class Run:
         return tables.groups(self.folder, steps)
 
 
-def _flat(prefix: str, tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Settings of a nested mapping, by their whole names."""
+def _flat(prefix: str, tree: Mapping[str, Any], keys: Collection[str]) -> list[tuple[str, Any]]:
+    """Settings of a nested mapping, by their whole names.
+
+    Args:
+        prefix: the names around it.
+        tree: sections of settings. A value that is a mapping itself stays whole.
+        keys: the names of all settings, of which a stage's name may stand in front.
+    """
     found: list[tuple[str, Any]] = []
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        found += _flat(f"{name}.", value) if isinstance(value, Mapping) else [(name, value)]
+        whole = name in keys or name.partition(".")[2] in keys
+        if isinstance(value, Mapping) and not whole:
+            found += _flat(f"{name}.", value, keys)
+        else:
+            found.append((name, value))
     return found
 
 
 def _word(value: Any) -> str:
     """A value as the command line takes it: JSON, which is YAML as well where letters stand for themselves."""
-    return json.dumps(value, default=os.fspath, ensure_ascii=False)
+    return json.dumps(value, default=_plain, ensure_ascii=False)
 
 
-def _changed(folder: RunFolder) -> int:
-    """When the newest ``run.json`` was written, in nanoseconds; 0 if there is none."""
+def _plain(value: Any) -> Any:
+    """A mapping, a path or a scalar of numpy as JSON has it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    item = getattr(value, "item", None)
+    return item() if callable(item) else os.fspath(value)
+
+
+def _began(folder: RunFolder) -> float:
+    """When the last start of the newest run in it began, in seconds since the epoch; 0 if there is none yet."""
     try:
-        return RunFolder(newest_stage(folder.path)).run_json.stat().st_mtime_ns
-    except (OSError, DataError):
+        return float(RunFolder(newest_stage(folder.path)).read_run().get("began") or 0)
+    except DataError:  # The command refuses such a folder.
         return 0

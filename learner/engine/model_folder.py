@@ -187,9 +187,10 @@ def _locked(folder: Path) -> Iterator[bool]:
 def _fill(staging: Path, folder: Path, fill: Callable[[Path], None]) -> None:
     try:
         fill(staging)
-        for path in staging.iterdir():
-            path.chmod(0o644)
-        staging.chmod(0o755)
+        for root, _, names in os.walk(staging):
+            os.chmod(root, 0o755)
+            for name in names:
+                os.chmod(os.path.join(root, name), 0o644)
         sync_tree(staging)
         replace_folder(staging, folder)
     except BaseException:

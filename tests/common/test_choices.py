@@ -429,6 +429,7 @@ NOTHING = [
     (["expert.accept=[crashed]"], "which isn't one of"),
     (["expert.prefix_low=0.5"], "expert.prefix=null begins none"),
     (["expert.prefix_steps=5"], "schedules in time alone"),
+    (["data.system_prompt=Think.", "data.template=r1_zero"], "set data.system_prompt=null"),
     (
         ["expert.per_group=1", "expert.prefix=random", "expert.prefix_steps=5"],
         "schedules in time alone",
@@ -447,6 +448,17 @@ NOTHING = [
     (["rollout.update_wait_seconds=46"], "weights.commit_seconds=60"),
     (["weights.transport=nccl", "launch.gpus=none"], "weights.transport=auto"),
 ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.template=none"],
+        ["data.template=r1_zero", "data.evaluate=[{path: a, template: own}]"],
+    ],
+)
+def test_a_system_prompt_may_be_of_some_prompts_alone(words: list[str]) -> None:
+    assert why_not_started(build("data.system_prompt=Think.", *words)) is None
 
 
 @pytest.mark.parametrize(

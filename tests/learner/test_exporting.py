@@ -299,6 +299,17 @@ def test_what_a_killed_writer_has_left_goes_with_the_next_one(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_everybody_may_read_what_is_written(tmp_path: Path) -> None:
+    def fill(staging: Path) -> None:
+        (staging / FURTHER).mkdir(mode=0o700)
+        for name in ("config.json", f"{FURTHER}/tools.jinja"):
+            (staging / name).touch(mode=0o600)
+
+    write_folder(tmp_path / "model", fill)
+    found = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert found == {"model": 0o755, FURTHER: 0o755, "config.json": 0o644, "tools.jinja": 0o644}
+
+
 def test_the_run_goes_on_while_a_checkpoint_is_read(
     kept: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

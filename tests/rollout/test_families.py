@@ -81,24 +81,40 @@ def test_a_family_that_cannot_be_sampled_is_refused(name: str, tiny: Any) -> Non
         TorchEngine(model, tiny.tokenizer(), longest=families.LONGEST)
 
 
+def saved(name: str, folder: Path) -> list[ParameterSpec]:
+    """The parameters of a family's model, which is saved."""
+    model = families.model(families.family(name))
+    model.save_pretrained(folder)
+    return [
+        ParameterSpec(name=name, shape=tuple(p.shape), dtype="float32")
+        for name, p in model.named_parameters()
+    ]
+
+
 @pytest.mark.parametrize("name", families.NAMES)
 def test_an_engine_that_reads_checkpoints_gets_names_that_it_knows(
     name: str, tmp_path: Path
 ) -> None:
-    family = families.family(name)
-    model = families.model(family)
-    model.save_pretrained(tmp_path)
-    specs = [
-        ParameterSpec(name=name, shape=tuple(p.shape), dtype="float32")
-        for name, p in model.named_parameters()
-    ]
+    specs = saved(name, tmp_path)
     told = (
         pytest.raises(ConfigError, match=r"set rollout\.engine=torch")
-        if family.renamed
+        if families.family(name).renamed
         else nullcontext()
     )
     with told:
-        require_checkpoint_names(str(tmp_path), specs, family.kind)
+        require_checkpoint_names(str(tmp_path), specs)
+
+
+def test_names_are_looked_up_for_a_model_of_the_hub_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--someone--some-model"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("abc")
+    specs = saved("GPT-NeoX (Pythia)", kept / "snapshots" / "abc")
+    with pytest.raises(ConfigError, match=r"'gpt_neox'.*set rollout\.engine=torch"):
+        require_checkpoint_names("someone/some-model", specs)
 
 
 def test_rows_that_would_reach_an_untried_window_are_refused(tiny: Any) -> None:

@@ -19,7 +19,7 @@ from ...objectives import OBJECTIVES, WITHOUT_GROUP, OwnObjective
 from ...objectives.experts import ExGrpo
 from ...objectives.keys import Entropy, Expert
 from ...records import Verdict
-from ...templates import OWN
+from ...templates import NONE, OWN
 from ..data import DataConfig
 from ..reading.of_set import of_set
 from ..tree import Config
@@ -438,6 +438,17 @@ def _turns(config: Config) -> str | None:
     return whole_conversations(data)
 
 
+def _system_prompt(config: Config) -> str | None:
+    data = config.data
+    used = {data.template, *(one.template or data.template for one in data.evaluate)}
+    if data.system_prompt is None or used & {OWN, NONE}:
+        return None
+    return (
+        f"data.system_prompt={data.system_prompt[:40]!r} does nothing with data.template={data.template}, which holds "
+        f"the question alone: set data.system_prompt=null, or data.template=own, or write it into a template of your own"
+    )
+
+
 def _unused_prefix(config: Config) -> str | None:
     expert, fresh = config.expert, type(config.expert)()
     if expert.prefix in (None, "fixed", "random") and expert.prefix_steps is not None:
@@ -561,6 +572,7 @@ START_RULES: tuple[Rule, ...] = (
     _context,
     _accepted,
     _turns,
+    _system_prompt,
     _unused_prefix,
     _evaluations,
     _best,

@@ -18,11 +18,12 @@ from tokenizers.processors import TemplateProcessing
 from tandem.common import prompts
 from tandem.common.config import Config, to_yaml
 from tandem.common.errors import DataError, TandemError
-from tandem.common.models import resolve
+from tandem.common.models import TOKENIZER_FILES, resolve
 from tandem.common.records import Verdict
 from tandem.common.run_folder import JoinInfo, RunFolder
 from tandem.launch.cli import main
 from tandem.launch.host import existing_redis, redis_server
+from tandem.launch.host.preflight import check_model
 from tandem.launch.ingest import prepare as ingest
 from tandem.launch.ingest import process as ingest_process
 from tandem.launch.ingest.columns import broken
@@ -579,6 +580,40 @@ def test_no_expert_trace_where_the_preset_wants_some(made: Path, here: Path, cap
     assert "expert.per_group=0" in said
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+        "added_tokens.json",
+        "special_tokens_map.json",
+        "merges.txt",
+    ],
+)
+@pytest.mark.usefixtures("made")
+def test_what_prompts_are_rendered_by_is_known_again_by_its_bytes(name: str, model: Path) -> None:
+    def digest(*, older: bool = False) -> str:
+        config = load("miniature").resolve([*PLAIN, "model.path=model"])
+        return ingest.inputs_digest(config, RunFolder("runs/x"), older=older)
+
+    before, old = digest(), digest(older=True)
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).write_text("{}")
+    assert len({before, old, digest()}) == 3
+    # A run of an older version goes on without reading its data anew.
+    assert digest(older=True) == old
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_does_not_go_on_with_another_chat_template(
+    made: Path, model: Path, here: Path, capsys
+) -> None:
+    words = begun(here, "model.path=model")
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}?")
+    assert main(["start", *words]) != 0
+    assert "have changed since" in capsys.readouterr().err
+
+
 @pytest.fixture
 def model(here: Path) -> Path:
     shutil.copytree(resolve("miniature"), here / "model")
@@ -589,6 +624,14 @@ def test_a_model_folder_without_a_tokenizer(model: Path, here: Path, capsys) -> 
     for name in ("tokenizer.json", "vocab.json", "merges.txt"):
         (model / name).unlink(missing_ok=True)
     assert "model.path=model has no tokenizer" in refused(capsys, here, "model.path=model")
+
+
+@pytest.mark.parametrize("name", TOKENIZER_FILES)
+def test_a_model_folder_with_any_file_of_a_tokenizer_has_one(name: str, model: Path) -> None:
+    for other in TOKENIZER_FILES:
+        (model / other).unlink(missing_ok=True)
+    (model / name).touch()
+    assert check_model(load("miniature").resolve(["model.path=model"])) == Path("model")
 
 
 @pytest.mark.usefixtures("in_this_process")

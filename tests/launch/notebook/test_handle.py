@@ -9,14 +9,18 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 
 import tandem.launch
+from tandem.common.config import to_yaml, valid_keys
 from tandem.common.errors import DataError, DeadlineError, TandemError
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
-from tandem.launch.notebook.handle import Run
+from tandem.launch.notebook.handle import Run, _flat, _word
+from tandem.launch.run.opened.presets import load
 from tandem.learner.resume.journal import read
 
 QUICK = {
@@ -50,7 +54,7 @@ def test_a_run_is_started_looked_at_stopped_resumed_and_read(
         tandem.launch.open_run("runs/miniature").stop()
         run.stop()
         assert not run.is_running
-        assert run.summary is None
+        assert run.wait(10) is None
         done = run.metrics().column("step").to_pylist()[-1]
     finally:
         run.stop()
@@ -139,6 +143,36 @@ def test_a_run_has_a_summary_while_it_is_finished_alone(tmp_path: Path) -> None:
         folder.write_run({"state": state})
         assert run.summary == summary
         assert run.wait(10) == summary
+
+
+@pytest.mark.parametrize("ended", ["exit 143", "exit 130", "kill -TERM $$"])
+def test_a_run_that_was_stopped_has_no_summary_and_has_not_failed(
+    ended: str, tmp_path: Path
+) -> None:
+    with subprocess.Popen(["sh", "-c", ended]) as process:
+        assert Run(tmp_path, process=process).wait(30) is None
+
+
+@pytest.mark.parametrize("ended", ["exit 1", "kill -KILL $$"])
+def test_a_command_that_failed_or_was_killed_is_told(ended: str, tmp_path: Path) -> None:
+    with (
+        subprocess.Popen(["sh", "-c", ended]) as process,
+        pytest.raises(TandemError, match="the run has failed"),
+    ):
+        Run(tmp_path, process=process).wait(30)
+
+
+def test_whoever_opens_a_run_that_has_failed_is_told(tmp_path: Path) -> None:
+    top, first, second = (RunFolder(tmp_path / name) for name in ("", "sft", "rl"))
+    top.stages.write_text('{"stages": ["sft", "rl"]}')
+    for folder, state in ((first, "finished"), (second, "failed")):
+        folder.make()
+        folder.write_run({"state": state})
+    for path in (second.path, top.path):
+        with pytest.raises(TandemError, match=r"rl: the run has failed: .*start\.log"):
+            tandem.launch.open_run(path).wait(10)
+    second.write_run({"state": "stopped"})
+    assert tandem.launch.open_run(top.path).wait(10) is None
 
 
 def test_stages_have_a_summary_while_all_of_them_are_finished(tmp_path: Path) -> None:
@@ -231,6 +265,62 @@ def test_a_refused_run_raises_what_the_command_says(
     with pytest.raises(TandemError, match="launch"):
         tandem.launch.start("miniature", **{"learner.ranks": 3, "launch.gpus": [0, 1, 2]})
     assert not (tmp_path / "runs").exists()
+
+
+def test_settings_are_given_as_the_command_line_takes_them() -> None:
+    keys = set(valid_keys())
+    given = {
+        "run": {"steps": np.int64(5), "dir": Path("here")},
+        "rollout": {"vllm": {"args": {"a.b": 1}}},
+        "environments": {"use": {}},
+        "sft": {"learner": {"objective": {"name": "own:Loss", "params": {"k": np.float32(0.5)}}}},
+        "rl.learner.deepspeed": MappingProxyType({}),
+    }
+    assert [f"{name}={_word(value)}" for name, value in _flat("", given, keys)] == [
+        "run.steps=5",
+        'run.dir="here"',
+        'rollout.vllm.args={"a.b": 1}',
+        "environments.use={}",
+        'sft.learner.objective.name="own:Loss"',
+        'sft.learner.objective.params={"k": 0.5}',
+        "rl.learner.deepspeed={}",
+    ]
+
+
+LIVE = """
+import sys, time
+from tandem.common.run_folder import RunFolder
+from tandem.launch.host.folder_lock import FolderLock
+folder = RunFolder(sys.argv[1])
+FolderLock(folder).take()
+record = folder.read_run()
+print("ready", flush=True)
+while True:
+    folder.write_run({**record, "alive": time.time()})
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_run_that_goes_on_is_not_taken_for_the_one_that_is_refused(
+    fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder("runs/miniature")
+    folder.make()
+    folder.write_config(to_yaml(load("miniature").resolve([])))
+    record = {"run_id": "abc", "preset": "miniature", "state": "running", "began": time.time()}
+    folder.write_run(record)
+    with subprocess.Popen(
+        [sys.executable, "-c", LIVE, str(folder.path)], stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            with pytest.raises(TandemError, match=f"in use by process {process.pid}"):
+                tandem.launch.start("miniature", fresh=fresh)
+        finally:
+            process.kill()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

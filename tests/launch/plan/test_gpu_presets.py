@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import families
 import pytest
 
 from tandem.common.config import Config
@@ -35,6 +36,29 @@ LUFFY, PUBLISHED = "qwen2.5-math-7b-luffy-8gpu", "qwen2.5-math-7b-luffy-publishe
 @pytest.mark.parametrize("name", GPU_PRESETS)
 def test_nothing_keeps_a_preset_from_being_started(name: str) -> None:
     assert why_not_started(config(name)) is None
+
+
+FAMILY_OF = {
+    "EleutherAI/pythia": "gpt_neox",
+    "Elliott/Qwen2.5": "qwen2",
+    "Qwen/Qwen2.5": "qwen2",
+    "Qwen/Qwen3": "qwen3",
+    "allenai/OLMo-2": "olmo2",
+    "meta-llama/Meta-Llama-3": "llama",
+}
+"""``model_type`` of the presets' models, by how their names on the hub begin."""
+
+
+@pytest.mark.parametrize("name", GPU_PRESETS)
+def test_vllm_can_take_up_new_weights_of_a_presets_model(name: str) -> None:
+    found = config(name)
+    kind = next(
+        (kind for begin, kind in FAMILY_OF.items() if found.model.path.startswith(begin)), None
+    )
+    assert kind is not None or found.model.path.startswith("runs/"), found.model.path
+    renamed = {family.kind for family in families.FAMILIES if family.renamed}
+    if kind in renamed and found.learner.lora is None:
+        assert found.rollout.engine == "torch"
 
 
 @pytest.mark.parametrize("name", [LUFFY, PUBLISHED])
