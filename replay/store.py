@@ -182,7 +182,7 @@ class RunStore(EvaluationStore):
         self.store.put("reports", json.dumps(stats), member)
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        """The newest figures of every process, by member."""
+        """The newest figures of every process that was heard of in the last hour, by member."""
         raw = self.store.call("hgetall", self.store.key("reports"))
         return {
             read_text(member, "a member's name"): read_report(report, f"the report of {member!r}")

@@ -1,6 +1,6 @@
 -- beat: a member lives. ARGV: 3 member, 4 JSON of its role and info.
--- After: its entry is this one, heard of now; members unheard of for an hour are gone; if it breaks
--- a silence of all members, deadlines of leases have moved on by it.
+-- After: its entry is this one, heard of now; members unheard of for an hour are gone, with their
+-- reports; if it breaks a silence of all members, deadlines of leases have moved on by it.
 local wrong = called('beat', 4) or label(3, 'member') or object(4, 'role and info')
 if wrong then return wrong end
 local now = now_ms()
@@ -12,5 +12,6 @@ redis.call('zadd', key('beats'), now, ARGV[3])
 for _, gone in ipairs(redis.call('zrangebyscore', key('beats'), '-inf', now - 3600000)) do
   redis.call('zrem', key('beats'), gone)
   redis.call('hdel', key('members'), gone)
+  redis.call('hdel', key('reports'), gone)
 end
 return 1
