@@ -71,7 +71,7 @@ class CallbackRequests:
 
     def put_served(self, number: int) -> None:
         """Records that the learner has served requests up to this number."""
-        self._store.call("set", self._store.key("callback_served"), str(number))
+        self._store.put("callback_served", str(number))
 
     def served(self) -> int:
         """Number of the last request that the learner has served."""
@@ -95,7 +95,7 @@ class CallbackRequests:
     def _set(self, name: str, content: Any, deadline: float) -> None:
         if isinstance(content.get("stop"), Stop):
             content = {**content, "stop": structs.asdict(content["stop"])}
-        self._store.call("set", self._store.key(name), json.dumps(content), deadline=deadline)
+        self._store.put(name, json.dumps(content), deadline=deadline)
 
 
 def read_requested(raw: bytes) -> Requested:

@@ -136,6 +136,10 @@ class Store:
         client = self._client(deadline)
         return self.persist(f"{name} script", lambda: self._evaluate(client, command), deadline)
 
+    def put(self, name: str, value: str, field: str = "", *, deadline: float = DEADLINE) -> None:
+        """Sets a small value that a full Redis takes too: one of ``scripts/put.lua``, or a field of a hash of these."""
+        self.script("put", name, value, field, deadline=deadline)
+
     def batch(self, commands: Sequence[Command], *, deadline: float = DEADLINE) -> list[Any]:
         """Sends commands in one round trip; the whole batch is repeated if it was cut off.
 
@@ -206,6 +210,11 @@ class Store:
                     continue
                 wait.what = f"answer ({what}; {_cause(error)})"
                 if wait.expired(warn):
+                    if isinstance(error, OutOfMemoryError):
+                        raise StoreError(
+                            f"{wait}. Redis is full: raise replay.maxmemory_mb (of an existing Redis, its "
+                            f"maxmemory), or let the learner catch up, whose checkpoints free memory"
+                        ) from None
                     raise StoreError(
                         f"{wait}. Is the run's redis-server up? `tandem start` on the same run "
                         f"folder brings it back with all that it held"

@@ -164,7 +164,7 @@ class Hosts:
             StoreError: Redis didn't answer within ``deadline`` seconds.
         """
         text = json.dumps(structs.asdict(meeting))
-        self._store.call("set", self._store.key("meeting"), text, deadline=deadline)
+        self._store.put("meeting", text, deadline=deadline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

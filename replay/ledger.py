@@ -22,7 +22,7 @@ from typing import Any
 
 from redis.exceptions import OutOfMemoryError
 
-from ..common.errors import StoreError
+from ..common.errors import StoreError, WireError
 from ..common.records import CommitResult, Group, Version
 from .answers import (
     read_committed,
@@ -36,7 +36,7 @@ from .answers import (
 )
 from .connection import DEADLINE, Command, Store, readable_error
 from .ledger_records import Lease, LeaseReply, LedgerSettings, Receipt, Row, Waiting
-from .payloads import Payload, chunks, group_of, payload_name
+from .payloads import Payload, bare, chunks, group_of, payload_name
 from .problems import ProblemIds
 from .rules.leases import leases_stop
 from .rules.order import Order
@@ -250,13 +250,21 @@ class Ledger:
         can neither change nor expire what was committed.
 
         Returns:
-            A final receipt for each; groups with too few own verdicts are rejected (ungraded).
+            A final receipt for each; groups with too few own verdicts are rejected (ungraded), and so are those
+            that grading has made unfit to be stored, say longer than a message may be.
         """
         receipts: dict[int, Receipt] = {}
-        waiting = [
-            (place, Payload.of(group, self.order.serial(group.group_id)))
-            for place, group in enumerate(groups)
-        ]
+        waiting: list[tuple[int, Payload]] = []
+        unfit: dict[int, str] = {}
+        for place, group in enumerate(groups):
+            serial = self.order.serial(group.group_id)
+            try:
+                payload = Payload.of(group, serial)
+            except WireError as error:
+                log.warning(f"group {group.group_id} can't be stored as it was graded: {error}")
+                unfit[place] = str(error)
+                payload = Payload.of(bare(group), serial)
+            waiting.append((place, payload))
         begun = time.monotonic()
         pause = 0.01
         while waiting:
@@ -278,6 +286,9 @@ class Ledger:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.5)
             waiting = again
+        for place, reason in unfit.items():
+            if receipts[place].result is CommitResult.REJECTED:
+                receipts[place] = Receipt(result=CommitResult.REJECTED, detail=reason)
         return [receipts[place] for place in range(len(groups))]
 
     def _commit(self, payloads: Sequence[Payload]) -> list[Receipt | None]:

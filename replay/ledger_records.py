@@ -72,9 +72,14 @@ class LedgerSettings:
 
     @classmethod
     def of(
-        cls, config: Config, sources: Sequence[tuple[str, int, int]], data_digest: str
+        cls,
+        config: Config,
+        sources: Sequence[tuple[str, int, int]],
+        data_digest: str,
+        problem_bytes: int = 0,
     ) -> LedgerSettings:
-        """Settings from a run's config and the ingested sources, each ``(name, problems, weight)``."""
+        """Settings from a run's config and what was ingested: sources, each ``(name, problems, weight)``, the
+        digest, and bytes of the largest problem."""
         replay, rollout = config.replay, config.rollout
         return cls(
             sources=tuple((name, size, weight) for name, size, weight in sources),
@@ -93,7 +98,7 @@ class LedgerSettings:
             lease_seconds=replay.lease_seconds,
             group_deadline_seconds=replay.group_deadline_seconds,
             max_inflight=replay.max_inflight,
-            group_bytes=group_bytes(config),
+            group_bytes=group_bytes(config, problem_bytes),
             dynamic_sampling=replay.dynamic_sampling,
             mean_rewards=replay.dynamic_sampling_means,
             offline=config.learner.source == "offline",

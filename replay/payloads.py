@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import xxhash
+from msgspec import structs
 
 from ..common import wire
 from ..common.errors import DamagedError
@@ -40,7 +42,11 @@ class Payload:
 
     @classmethod
     def of(cls, group: Group, serial: int) -> Payload:
-        """Encodes a group whose id has this serial."""
+        """Encodes a group whose id has this serial.
+
+        Raises:
+            WireError: the group doesn't fit into a message.
+        """
         data = wire.encode(group)
         digest = xxhash.xxh3_64_hexdigest(data)
         own_rows = [place for place, sample in enumerate(group.samples) if sample.has_verdict]
@@ -78,6 +84,14 @@ class Payload:
     def arguments(self) -> tuple[Arg, ...]:
         """All of its arguments of ``commit.lua``."""
         return (*self.figures, self.data if self.is_inline else b"")
+
+
+def bare(group: Group) -> Group:
+    """The group without content, hence without a verdict: the ledger rejects it."""
+    nothing = np.zeros(0, np.int32)
+    return structs.replace(
+        group, samples=(), prompt_tokens=nothing, prompt_text="", gold="", extra={}
+    )
 
 
 def payload_name(group_id: str, attempt: int, digest: str) -> str:

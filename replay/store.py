@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from ..common import wire
@@ -40,7 +40,7 @@ class RunStore(EvaluationStore):
 
     def put_config(self, yaml: str) -> None:
         """Stores the resolved config, which every role reads from here."""
-        self.store.call("set", self.store.key("config"), yaml.encode())
+        self.store.put("config", yaml)
 
     def config_yaml(self) -> str:
         """The resolved config.
@@ -58,16 +58,26 @@ class RunStore(EvaluationStore):
 
     def curve_client(self) -> CurveKeys:
         """The key pair with which the run's clients are admitted; made on the first call."""
-        fresh = new_keys()
-        key = self.store.key("curve_client")
-        self.store.call("set", key, json.dumps([fresh.public, fresh.secret]), nx=True)
-        return read_keys(self.store.call("get", key))
+
+        def fresh() -> str:
+            keys = new_keys()
+            return json.dumps([keys.public, keys.secret])
+
+        return read_keys(self._made_once("curve_client", fresh))
 
     def endpoint_key(self) -> str:
         """The key with which the workers' endpoints are asked outside of sessions; made on the first call."""
-        key = self.store.key("endpoint_key")
-        self.store.call("set", key, secrets.token_urlsafe(24), nx=True)
-        return read_text(self.store.call("get", key), "the endpoint's key in Redis")
+        key = self._made_once("endpoint_key", lambda: secrets.token_urlsafe(24))
+        return read_text(key, "the endpoint's key in Redis")
+
+    def _made_once(self, name: str, make: Callable[[], str]) -> bytes:
+        """A value that whoever asks first makes. A full Redis refuses to set even one that is there, so it is only read then."""
+        key = self.store.key(name)
+        held = self.store.call("get", key)
+        if held is None:
+            self.store.call("set", key, make(), nx=True)
+            held = self.store.call("get", key)
+        return bytes(held)
 
     def state(self, deadline: float = DEADLINE) -> RunState:
         """running, draining, finished or failed; waits for Redis up to ``deadline`` seconds."""
@@ -169,10 +179,10 @@ class RunStore(EvaluationStore):
 
     def report(self, member: str, stats: Mapping[str, Any]) -> None:
         """Stores a process's newest figures."""
-        self.store.call("hset", self.store.key("reports"), member, json.dumps(stats))
+        self.store.put("reports", json.dumps(stats), member)
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        """The newest figures of every process, by member."""
+        """The newest figures of every process that was heard of in the last hour, by member."""
         raw = self.store.call("hgetall", self.store.key("reports"))
         return {
             read_text(member, "a member's name"): read_report(report, f"the report of {member!r}")

@@ -337,6 +337,7 @@ class Worker:
             return True
         if self._submitter.outstanding >= BATCHES_OUTSTANDING * self._batch:
             self._waiting_for = "reward pool: receipts"
+            self._state = await self._in_redis(self._runs.state)
             with self._clock.doing("wait/pool"):
                 await asyncio.to_thread(self._submitter.wait_room, IDLE_SECONDS)
             return False

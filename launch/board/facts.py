@@ -50,7 +50,7 @@ class Facts:
     members: tuple[Member, ...]
     """Members heard of within :data:`HEARD_WITHIN`, without hosts."""
     reports: Mapping[str, Mapping[str, Any]]
-    """The newest report of every member there ever was."""
+    """The newest report of every member that was heard of in the last hour."""
     evaluations: tuple[EvaluationResult, ...]
     """Evaluations that are done."""
     evaluations_open: int

@@ -59,7 +59,9 @@ def load(ledger: Ledger, runs: RunStore, config: Config, prepared: Prepared) -> 
         runs.put_eval_set(name, problems)
     runs.curve_client()
     runs.put_config(to_yaml(role_config(config)))
-    ledger.create(LedgerSettings.of(config, prepared.sources, prepared.data_digest))
+    ledger.create(
+        LedgerSettings.of(config, prepared.sources, prepared.data_digest, prepared.problem_bytes)
+    )
 
 
 def reload(
@@ -68,8 +70,11 @@ def reload(
     config: Config,
     sources: Sequence[tuple[str, int, int]],
     data_digest: str,
+    problem_bytes: int = 0,
 ) -> None:
     """Joins the ledger of a resumed run, whose data Redis holds, and updates what may change.
+
+    Runs that older versions began don't know the bytes of their largest problem (0).
 
     Raises:
         StoreError: Redis holds no ledger of this run, or one with other frozen settings.
@@ -81,7 +86,7 @@ def reload(
             f"--fresh (the old folder is moved aside)"
         )
     runs.put_config(to_yaml(role_config(config)))
-    ledger.create(LedgerSettings.of(config, sources, data_digest))
+    ledger.create(LedgerSettings.of(config, sources, data_digest, problem_bytes))
     least = ledger.settings.least_verdicts
     if own_rows(config) < least and config.learner.source == "ledger":
         raise StoreError(

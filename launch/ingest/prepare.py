@@ -15,6 +15,7 @@ from typing import Any
 
 from ...common import hub, models, templates, wire
 from ...common.config import Config, EvalSetConfig, SourceConfig, of_set
+from ...common.config.checks.choices import memory_refusal
 from ...common.errors import ConfigError, DataError, TandemError
 from ...common.objectives import WITHOUT_GROUP
 from ...common.records import ExpertTrace, Problem
@@ -46,6 +47,8 @@ class Prepared:
     """``(name, problems, weight)`` of each source."""
     data_digest: str
     """Digest of problems and traces."""
+    problem_bytes: int
+    """Bytes of the largest problem, which travels with each of its groups."""
     other_digests: dict[str, str]
     """Digests of whatever else a run goes on with, by what the user calls it: each held-out set, and the archive."""
     counts: dict[str, SourceCounts]
@@ -277,8 +280,13 @@ def prepare(
     if config.data.archive is not None:
         others["data.archive"] = _archive_digest(config.data.archive)
     digest = hashlib.blake2b(digest_size=16)
+    problem_bytes = 0
     for problem in problems:
-        digest.update(wire.encode(problem))
+        encoded = wire.encode(problem)
+        problem_bytes = max(problem_bytes, len(encoded))
+        digest.update(encoded)
+    if why := memory_refusal(config, problem_bytes):
+        raise ConfigError(why)
     for trace in traces:
         # Grades are left out: a newer grader that accepts the same traces leaves the data unchanged.
         digest.update(f"{trace.trace_id} {trace.tokenizer_digest} ".encode())
@@ -291,6 +299,7 @@ def prepare(
         evaluate=evaluate,
         sources=tuple((name, counts[name].problems, weight) for name, weight in sources),
         data_digest=digest.hexdigest(),
+        problem_bytes=problem_bytes,
         other_digests=others,
         counts=counts,
     )

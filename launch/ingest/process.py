@@ -3,8 +3,8 @@
 The supervisor holds an :class:`IngestProcess`; the other end is :func:`main`. They speak JSON
 lines over the child's standard input and output::
 
-    -> {"config": …, "folder": …, "tell_seconds": …}      <- {"prepared": {counts, sources, data_digest, other_digests,
-                                                              traces}}
+    -> {"config": …, "folder": …, "tell_seconds": …}      <- {"prepared": {counts, sources, data_digest, problem_bytes,
+                                                              other_digests, traces}}
     -> {"join": PATH}                  <- {"loaded": true}
 
 or ``<- {"error": message, "exit_code": n}`` instead of an answer. Until the answer comes, ``<- {"doing":
@@ -59,6 +59,8 @@ class Found:
     """``(name, problems, weight)`` of each source."""
     data_digest: str
     """Digest of problems and traces."""
+    problem_bytes: int
+    """Bytes of the largest problem."""
     other_digests: dict[str, str]
     """Those of :class:`~tandem.launch.ingest.prepare.Prepared`."""
     traces: int
@@ -196,6 +198,7 @@ def main(questions: IO[str], answers: IO[str]) -> int:
                     "counts": {name: str(counts) for name, counts in prepared.counts.items()},
                     "sources": prepared.sources,
                     "data_digest": prepared.data_digest,
+                    "problem_bytes": prepared.problem_bytes,
                     "other_digests": prepared.other_digests,
                     "traces": trained_traces(config, prepared),
                 }

@@ -224,10 +224,12 @@ class Job:
         if before:
             sources = [(str(n), int(s), int(w)) for n, s, w in before["sources"]]
             ledger, runs = Ledger(store, "supervisor"), RunStore(store)
-            reload(ledger, runs, self._config, sources, before["data_digest"])
             known = {**before, "inputs": self._digest}
             if found is not None:
                 known["other_digests"] = found.other_digests
+                known["problem_bytes"] = found.problem_bytes
+            largest = int(known.get("problem_bytes", 0))
+            reload(ledger, runs, self._config, sources, before["data_digest"], largest)
         else:
             assert found is not None
             assert self._ingest is not None
@@ -235,6 +237,7 @@ class Job:
             known = {
                 "inputs": self._digest,
                 "data_digest": found.data_digest,
+                "problem_bytes": found.problem_bytes,
                 "other_digests": found.other_digests,
                 "sources": [list(source) for source in found.sources],
                 "traces": found.traces,

@@ -248,6 +248,7 @@ def _joined(
         say=say,
         progress=lambda: _progress(ledger),
         finished=lambda: has_finished(store),
+        redis_away=lambda: has_finished(store) is None,
         tick=lambda: _watch(link, supervisor, config),
         on_drain=lambda: link.say(leaving=True),
         restarts_file=folder / "restarts.jsonl",

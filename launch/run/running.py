@@ -74,6 +74,7 @@ class Running:
             say=self._say,
             progress=self.step,
             finished=self._has_finished,
+            redis_away=self._redis_away,
             tick=self._tick,
             on_drain=self._tell_hosts,
             restarts_file=restarts,
@@ -241,6 +242,12 @@ class Running:
 
     def _has_finished(self) -> bool | None:
         return has_finished(self._store) if self._store is not None else False
+
+    def _redis_away(self) -> bool:
+        """Whether Redis is away, and not yet for so long that nobody waits for it any more."""
+        if self._link is None or self._link.silence > self._config.launch.hosts_seconds:
+            return False
+        return self._has_finished() is None
 
     def _tick(self) -> None:
         self._progress.update()

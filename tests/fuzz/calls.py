@@ -219,6 +219,10 @@ LIKELY: dict[str, Callable[[World, random.Random], Args]] = {
     "leave": lambda w, c: [c.choice(MEMBERS)],
     "live": lambda w, c: [c.choice((0, 1000, 10000))],
     "new_term": lambda w, c: [_term(w, c)],
+    "put": lambda w, c: c.choice((
+        ["reports", _object(w, c), c.choice(MEMBERS)], ["config", "run: {}", ""], ["meeting", _object(w, c), ""],
+        ["callback_served", str(_step(w, c)), ""],
+    )),
     "quarantine": lambda w, c: [
         _step(w, c), _term(w, c), c.choice(("loss isn't finite", "é", "")), _step(w, c),
     ],
@@ -334,6 +338,7 @@ LEGAL: dict[str, Callable[[Any], bool]] = {
     "leave": lambda r: r == 1,
     "live": _live,
     "new_term": lambda r: _count(r) and r > 0,
+    "put": lambda r: r == 1,
     "quarantine": _count,
     "reassert": _count,
     "reclaim": _serials,

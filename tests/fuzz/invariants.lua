@@ -319,9 +319,6 @@ for member, value in pairs(hash('dead')) do
   if not pcall(cjson.decode, value) then say('dead letter', member, 'is', value) end
 end
 local beats, members = zset('beats'), hash('members')
-for member in pairs(beats) do
-  if not members[member] then say('member', member, 'beats and is not there') end
-end
 for member, value in pairs(members) do
   if not beats[member] then say('member', member, 'is there and does not beat') end
   local fine, entry = pcall(cjson.decode, value)

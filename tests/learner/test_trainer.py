@@ -817,6 +817,24 @@ def test_samples_kept_for_a_resume_never_fill_redis_for_good(
         run.close()
 
 
+def test_a_learner_starts_trains_and_saves_while_redis_is_over_its_memory(
+    own_server: Any, made_up: ModuleType, launch: Launch, tmp_path: Path
+) -> None:
+    config = made_up.config_of(run={"steps": 2}, evaluate={"at_start": False, "at_end": False})
+    run = made_up.Run(own_server.join(), config, tmp_path / "run")
+    try:
+        run.runs.curve_client()
+        held = Version(term=run.ledger.new_term(), step=0)
+        for lease in run.ledger.lease(held, 4).leases:
+            run.ledger.commit(run.answer(lease, held))
+        run.store.redis.config_set("maxmemory", 1)
+        finish(run, launch(run))
+        assert run.ledger.counts()["trained"] == 4
+        assert run.runs.reports()["learner-0"]["version"][1] == 2
+    finally:
+        run.close()
+
+
 def test_too_many_bad_steps_in_a_row_end_the_run(start_run: StartRun, launch: Launch) -> None:
     run = start_run(run={"steps": 6}, learner={"max_nonfinite": 2})
     poison(run, {"0-2", "0-4"})

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tandem.common import wire
 from tandem.common.errors import FencedError, StoreError
 from tandem.common.records import CommitResult, Group, Verdict, Version
 from tandem.replay.connection import Store
@@ -362,6 +363,22 @@ def test_a_group_with_fewer_than_two_own_verdicts_is_rejected(world: Worlds, mak
     assert "1 of its own samples have a verdict, and the objective needs 2" in receipt.detail
     assert w.ledger.state_of(lease.group_id) == "rejected(ungraded, 0)"
     assert w.commit([lease]) == ["rejected"]
+
+
+def test_a_group_that_outgrew_a_message_while_graded_is_rejected_and_the_others_are_kept(
+    world: Worlds, make: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 4000)
+    w = world()
+    first, long, last = w.lease(count=3)
+    told = make.sample(0, extracted="x" * 5000)
+    groups = [make.graded(first), make.graded(long, samples=(told, told)), make.graded(last)]
+    receipts = w.ledger.commit_many(groups)
+    assert [r.result.value for r in receipts] == ["committed", "rejected", "committed"]
+    assert "over the limit of 4,000" in receipts[1].detail
+    assert w.ledger.state_of(long.group_id) == "rejected(ungraded, 0)"
+    # Sent again, as by a worker whose receipt was lost.
+    assert w.ledger.commit_many(groups[1:2])[0].result is CommitResult.REJECTED
 
 
 def test_a_group_of_one_verdict_is_kept_where_rows_are_not_compared(world: Worlds, make: Any):

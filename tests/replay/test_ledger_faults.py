@@ -168,6 +168,28 @@ def test_what_is_renewed_together_is_renewed_by_one_lease_time(world: Worlds):
     assert w.store.redis.zscore(w.store.key("deadlines"), "0") <= now + 11_000
 
 
+def test_a_clock_that_is_put_back_keeps_no_dead_worker_and_no_lease_of_it_alive(world: Worlds):
+    w = world(lease_seconds=10)
+    members = Members(w.store)
+    members.register("rollout", "rollout-0", {})
+    members.register("rollout", "rollout-1", {})
+    kept, lost = w.lease(count=2)
+    hour = 3_600_000
+    # Everything was written by a clock that was an hour ahead; rollout-0 had been silent for 30 s by it.
+    silence(w.store, -3600, kept, lost)
+    for name, ms in (("rollout-0", hour - 30_000), ("rollout-1", hour)):
+        w.store.redis.zincrby(w.store.key("beats"), ms, name)
+    members.beat("rollout-1")
+    assert [m.member for m in members.live()] == ["rollout-1"]
+    now = int(w.store.redis.time()[0]) * 1000
+    for serial in ("0", "1"):
+        assert 0 < w.store.redis.zscore(w.store.key("deadlines"), serial) - now < 12_000
+        assert int(w.store.redis.hget(w.store.key(f"group:{serial}"), "cap")) - now < 1_802_000
+    assert w.ledger.renew([kept.group_id]) == []
+    w.expire(lost)
+    assert w.lease(ledger=w.member("rollout-1"))[0].group_id == lost.group_id
+
+
 def test_the_leases_of_the_dead_expire_while_others_are_heard_of(world: Worlds):
     w = world(lease_seconds=10)
     members = Members(w.store)

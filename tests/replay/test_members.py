@@ -6,6 +6,7 @@ import pytest
 
 from tandem.replay.connection import Store
 from tandem.replay.members import Members
+from tandem.replay.store import RunStore
 
 
 @pytest.fixture
@@ -60,6 +61,21 @@ def test_members_unheard_of_for_an_hour_are_forgotten(members: Members, store: S
     silence(store, "rollout-0", 4000)
     members.register("rollout", "rollout-1", {})
     assert store.redis.hkeys(store.key("members")) == [b"rollout-1"]
+
+
+def test_the_report_of_a_member_outlives_it_by_an_hour(members: Members, store: Store):
+    runs = RunStore(store)
+    for name in ("rollout-0", "rollout-1", "rollout-2"):
+        members.register("rollout", name, {})
+        runs.report(name, {"tokens": 1})
+    members.leave("rollout-0")
+    members.leave("rollout-1")
+    members.beat("rollout-2")
+    assert set(runs.reports()) == {"rollout-0", "rollout-1", "rollout-2"}
+    silence(store, "rollout-0", 4000)
+    members.beat("rollout-2")
+    assert set(runs.reports()) == {"rollout-1", "rollout-2"}
+    assert [m.member for m in members.live()] == ["rollout-2"]
 
 
 def test_a_beat_of_who_has_not_registered_is_an_error(members: Members):

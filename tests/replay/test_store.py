@@ -10,12 +10,14 @@ import pytest
 
 from tandem.common.errors import DataError, FencedError, StoreError
 from tandem.common.records import ExpertTrace, Verdict, Version
-from tandem.replay.connection import Store
+from tandem.replay.callback_requests import CallbackRequests, Requested
+from tandem.replay.connection import Store, connect
 from tandem.replay.evaluating.evaluations import (
     EVALUATION_FAILURES,
     EvaluationRequest,
     EvaluationResult,
 )
+from tandem.replay.hosts import Hosts, Meeting
 from tandem.replay.store import RunStore
 
 
@@ -282,3 +284,23 @@ def test_restarts_are_listed_in_order(run: RunStore):
     run.count_restart("grader", "past its deadline")
     assert [entry["name"] for entry in run.restarts()] == ["rollout-0", "grader"]
     assert run.restarts()[0]["detail"] == "killed by signal 9"
+
+
+def test_a_full_redis_takes_what_processes_need_to_start_and_to_be_seen(own_server: Any):
+    store = connect(own_server.join())
+    run, requests = RunStore(store), CallbackRequests(store)
+    run.put_config("run:\n  seed: 3\n")
+    keys, endpoint = run.curve_client(), run.endpoint_key()
+    store.redis.config_set("maxmemory", 1)
+    assert (run.curve_client(), run.endpoint_key()) == (keys, endpoint)
+    run.put_config("run:\n  seed: 3\nreplay:\n  maxmemory_mb: 4096\n")
+    assert "4096" in run.config_yaml()
+    run.report("learner-0", {"step": 7, "alarm": "é \x7f"})
+    assert run.reports() == {"learner-0": {"step": 7, "alarm": "é \x7f"}}
+    run.count_restart("reward-0", "grader 7: deadline")
+    assert run.restart_count() == 1
+    requests.put(Requested(checkpoint=2))
+    requests.put_served(2)
+    assert (requests.read().checkpoint, requests.served()) == (2, 2)
+    Hosts(store).call(Meeting(attempt=1, address="h", port=1, hosts=[], ranks=1), 1.0)
+    store.close()

@@ -89,7 +89,7 @@ def unchanged() -> None:
 
 def impatient() -> None:
     """It ends after a second without Redis."""
-    for method in Store.script, Store.call, Store.batch:
+    for method in Store.script, Store.put, Store.call, Store.batch:
         assert method.__kwdefaults__ is not None
         method.__kwdefaults__["deadline"] = 0.5
     worker.OUTAGE_SECONDS = 1.0

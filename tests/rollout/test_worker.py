@@ -444,6 +444,30 @@ def test_it_ends_by_itself_when_the_run_is_finished(bench: Bench) -> None:
     assert process.wait(20) == 0, bench.log()[-2000:]
 
 
+@pytest.mark.slow
+def test_it_ends_with_the_run_while_it_waits_for_receipts(
+    tmp_path: Path, pools: Any, servers: Any
+) -> None:
+    (tmp_path / "redis").mkdir()
+    config = settings("replay.max_staleness=20", "launch.drain_seconds=4")
+    with servers.running(tmp_path / "redis") as server:
+        bench = Bench(server, pools.StandInPool, tmp_path, config)
+        bench.silent = True
+        try:
+            process = bench.worker()
+            until(
+                lambda: (
+                    "receipts" in bench.runs.reports().get("rollout-0", {}).get("waiting_for", "")
+                ),
+                "a worker that waits for receipts",
+            )
+            bench.runs.set_state("finished")
+            process.wait(20)
+            assert "the run is finished; rollout-0 ends" in bench.log()
+        finally:
+            bench.close()
+
+
 LATE = (
     "rollout.engine=late_engine:make",
     "expert.per_group=0",

@@ -31,11 +31,18 @@ LEASES_STOP_SHARE = 0.75
 """Share of ``replay.maxmemory_mb`` that leases may fill, counting the worst case of those that are out."""
 
 
-def group_bytes(config: Config) -> int:
-    """Worst case of one group's payload in bytes: per response token 4 for its id, 4 for its log-prob, 1
-    for its source, and about 6 of text; per prompt token 4 and 6."""
-    response = 15 * config.rollout.max_new_tokens
-    return config.rollout.group_size * response + 10 * config.data.max_prompt_tokens
+def group_bytes(config: Config, problem_bytes: int = 0) -> int:
+    """Worst case of one group's payload in bytes: per response token 4 for its id, 4 for its log-prob, 4 for
+    its reward, 1 for its source, and about 6 of text; and its problem, of which only the data tell the size: a
+    test of code, say, may be of megabytes.
+
+    Args:
+        config: the run's config.
+        problem_bytes: of the largest problem; where it isn't known, the longest prompt with 10 bytes a token counts.
+    """
+    response = 19 * config.rollout.max_new_tokens
+    problem = max(problem_bytes, 10 * config.data.max_prompt_tokens)
+    return config.rollout.group_size * response + problem
 
 
 def own_rows(config: Config) -> int:
@@ -359,16 +366,18 @@ def _bounds(config: Config) -> str | None:
     return None
 
 
-def _memory(config: Config) -> str | None:
-    limit, group = config.replay.maxmemory_mb << 20, group_bytes(config)
+def memory_refusal(config: Config, problem_bytes: int = 0) -> str | None:
+    """Why the run's own Redis has no room for one group; None if it has. The problem's bytes: see :func:`group_bytes`."""
+    limit, group = config.replay.maxmemory_mb << 20, group_bytes(config, problem_bytes)
     if config.replay.redis_url is not None or not _online(config):
         return None
     if group <= LEASES_STOP_SHARE * limit:
         return None
+    known = f", {problem_bytes / 2**20:.1f} of them its problem" if problem_bytes else ""
     return (
         f"replay.maxmemory_mb={config.replay.maxmemory_mb} has no room for one group: leases stop at "
         f"{LEASES_STOP_SHARE:.0%} of it, and a group of rollout.group_size="
-        f"{config.rollout.group_size} may take {math.ceil(group / 2**20)} MiB: raise it to "
+        f"{config.rollout.group_size} may take {math.ceil(group / 2**20)} MiB{known}: raise it to "
         f"{math.ceil(group / LEASES_STOP_SHARE / 2**20)} or more"
     )
 
@@ -568,7 +577,7 @@ START_RULES: tuple[Rule, ...] = (
     _teacher,
     _no_reward,
     _bounds,
-    _memory,
+    memory_refusal,
     _context,
     _accepted,
     _turns,

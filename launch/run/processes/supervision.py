@@ -2,7 +2,8 @@
 
 A part that dies is started again after a pause that doubles from ``launch.backoff_seconds`` to
 30 s. A part that dies ``launch.max_failures`` times without progress in between ends the run;
-progress means that more steps are journalled than at the part's last death.
+progress means that more steps are journalled than at the part's last death. Deaths while Redis is
+away don't count.
 
 The first SIGINT, SIGTERM or SIGHUP (or a terminal that has gone away) drains: the parts get
 SIGTERM stage by stage, the learner first, so that it checkpoints while Redis still answers. The
@@ -79,6 +80,7 @@ class Supervisor:
         say: Callable[[str], None],
         progress: Callable[[], int] = lambda: 0,
         finished: Callable[[], bool | None] = lambda: True,
+        redis_away: Callable[[], bool] = lambda: False,
         tick: Callable[[], None] = lambda: None,
         on_drain: Callable[[], None] = lambda: None,
         restarts_file: Path | None = None,
@@ -91,6 +93,7 @@ class Supervisor:
         self._say = say
         self._progress = progress
         self._finished = finished
+        self._redis_away = redis_away
         self._tick = tick
         self._on_drain = on_drain
         self._restarts_file = restarts_file
@@ -340,6 +343,11 @@ class Supervisor:
             self._say(f"{spec.name} {described(died)}; it is started again once there is space")
             return
         how = self._how(died) if not why else described(died)
+        # Redis' own part is the one with last words.
+        if not why and died not in HOPELESS and part.before_end is None and self._redis_away():
+            # The outage's doing: whoever waits for Redis ends after a while, as often as it takes.
+            self._start_again(part, spec, died, f"{how} while Redis is away")
+            return
         progress = self._progress()
         if progress > part.progress_at_death:
             part.deaths = 0
@@ -373,7 +381,7 @@ class Supervisor:
     def _start_again(
         self, part: Part, spec: ProcessSpec, died: int, how: str, why: str = ""
     ) -> None:
-        pause = min(LONGEST_PAUSE, self._backoff * 2 ** (part.deaths - 1))
+        pause = min(LONGEST_PAUSE, self._backoff * 2 ** max(0, part.deaths - 1))
         part.due = time.monotonic() + pause
         self._note(spec, died)
         whose = f"{why}; starting {part.name}" if why else f"{spec.name} {how}; starting it"

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tandem.common import prompts
 from tandem.common.config import Config, to_yaml
-from tandem.common.errors import DataError, TandemError
+from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.models import TOKENIZER_FILES, resolve
 from tandem.common.records import Verdict
 from tandem.common.run_folder import JoinInfo, RunFolder
@@ -425,6 +425,28 @@ def test_loading_may_be_repeated(made: Path, join: JoinInfo) -> None:
     assert len(runs.eval_set("heldout")) == 5
     reload(ledger, runs, config, found.sources, found.data_digest)
     store.close()
+
+
+def test_leases_count_the_largest_problem_of_the_data(made: Path, join: JoinInfo) -> None:
+    def edit(rows: list[dict]) -> None:
+        rows[1]["extra_info"]["split"] = "7" * 3_000_000
+
+    change(made / "fresh.parquet", edit)
+    config: Config = load("miniature").resolve(PLAIN)
+    found = prepared()
+    store = connect(join)
+    runs, ledger = RunStore(store), Ledger(store, "test")
+    load_data(ledger, runs, config, found)
+    worst = ledger.settings.group_bytes
+    assert 3_000_000 < worst < 3_100_000
+    reload(ledger, runs, config, found.sources, found.data_digest, found.problem_bytes)
+    assert ledger.settings.group_bytes == worst
+    # A run of an older version counts what its config tells.
+    reload(ledger, runs, config, found.sources, found.data_digest)
+    assert 0 < ledger.settings.group_bytes < 100_000
+    store.close()
+    with pytest.raises(ConfigError, match=r"3 MiB, 2\.9 of them its problem: raise it to 4"):
+        prepared("replay.maxmemory_mb=3")
 
 
 def test_a_ledger_that_rejects_groups_of_one_sample_is_not_gone_on_with(

@@ -151,6 +151,22 @@ def test_a_part_that_keeps_dying_ends_the_run_and_shows_its_log(tmp_path: Path) 
     assert len(running.restarts) == 2
 
 
+def test_deaths_while_redis_is_away_are_not_counted_but_those_of_redis_are(tmp_path: Path) -> None:
+    said: list[str] = []
+    looks = iter([True] * 5)
+    with supervisor(say=said.append, redis_away=lambda: next(looks, False)) as running:
+        running.start(part(tmp_path, "reward-0", "raise SystemExit(1)"))
+        with pytest.raises(PartFailed, match="reward-0 died 3 times"):
+            running.run()
+    assert len(running.restarts) == 5 + 2
+    assert sum("while Redis is away" in line for line in said) == 5
+    with supervisor(redis_away=lambda: True) as running:
+        server = part(tmp_path, "redis", "raise SystemExit(1)", before_end=lambda: None)
+        running.start(server)
+        with pytest.raises(PartFailed, match="redis died 3 times"):
+            running.run()
+
+
 def test_deaths_with_progress_in_between_are_not_counted(tmp_path: Path) -> None:
     steps = iter(range(100))
     deaths = tmp_path / "deaths"
