@@ -43,6 +43,15 @@ RETRIES = 5
 READ_SECONDS = 60.0
 """Longest silence of the hub."""
 PIECE_BYTES = 1 << 20
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+"""Of a model: a folder without any of these files has no tokenizer."""
 SILENT_SECONDS = 600.0
 """Longest time for which a process that waits for another one's download sees nothing arrive. A connection is given up
 before that, and the digests of some large files are compared."""

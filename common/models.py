@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DataError
+from .hub import TOKENIZER_FILES
 from .memory import is_out_of_memory
 from .plain import read_object
 
@@ -32,15 +33,6 @@ SHIPPED = {
 }
 """Models that are shipped, by the names that ``model.path`` has for them, with their folders in the package."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tekken.json",
-)
-"""A folder without any of these files has no tokenizer."""
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 

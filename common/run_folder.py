@@ -56,6 +56,8 @@ class JoinInfo(Record, frozen=True, kw_only=True):
         return f"JoinInfo(run_id={self.run_id!r}, host={self.host!r}, port={self.port}, …)"
 
 
+SCORE = "best.json"
+"""File in the folder of a run's best model that says which step's weights these are, and why: of no other model."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 """System errors of a file system that knows no locks."""
 

@@ -179,17 +179,16 @@ def _write(checkpoint: Checkpoint, config: Config, place: Path, shard: int | str
     # Mapped from the base's files, as far as they have this dtype. A GPU isn't needed, and may be the learner's.
     model = load_model(config.model.path, dtype=config.model.dtype, flash=False)
     dtype = getattr(torch, config.model.dtype)
-    adapters, trained = None, {}
-    if config.learner.lora is not None:
-        adapters = Adapters(model, config.learner.lora, config.run.seed)
+    lora = config.learner.lora
+    adapters = None if lora is None else Adapters(model, lora, config.run.seed)
     if other := other_than(files, adapters.parameters() if adapters else model.named_parameters()):
         raise DataError(
             f"{checkpoint.folder} doesn't belong to the model in model.path={config.model.path}: {len(other)} "
             f"parameters differ, such as {other[0]}: restore the model that the run began with"
         )
-    if adapters is not None:
-        trained = {name: files.whole(name).to(dtype) for name, _ in adapters.parameters()}
-    stored = set(files.names) - trained.keys()
+    # A checkpoint has either the adapters or the model.
+    trained = {n: files.whole(n).to(dtype) for n in files.names} if adapters else {}
+    stored = set() if adapters else set(files.names)
 
     @contextmanager
     def whole(names: Sequence[str], tensor: Tensor) -> Iterator[Tensor]:

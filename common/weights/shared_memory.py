@@ -26,6 +26,7 @@ import torch
 import xxhash
 
 from ..errors import WeightsError
+from ..run_folder import try_lock
 from .manifest import Layout, SegmentPlace, WeightManifest
 from .protocol import Pair
 
@@ -74,8 +75,8 @@ def remove_left_behind() -> int:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
                     removed += 1
-            except (FileNotFoundError, PermissionError, BlockingIOError):
-                continue  # It has gone in the meantime, or is in use.
+            except OSError:
+                continue  # It has gone in the meantime, is in use, or nobody can know whether it is.
     return removed
 
 
@@ -298,12 +299,8 @@ def _create(path: Path) -> int:
     """Creates and locks the file."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor
-        except BlockingIOError:
-            pass
+        if try_lock(descriptor) and os.fstat(descriptor).st_nlink:
+            return descriptor
         # Another process's search for left-behind files came between the two calls.
         os.close(descriptor)
         path.unlink(missing_ok=True)

@@ -21,6 +21,8 @@ MARGIN = 5.0
 LEAST_GRACE = 10.0
 PATIENCE = 600
 """Seconds for which a worker's script waits for the join file; then it asks to be queued again."""
+STARTS = 24
+"""Number of times that Slurm has started a worker again after which it no longer asks."""
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 
 
@@ -87,6 +89,7 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
         "tandem": " ".join(map(_quoted, _program(site, run))),
         "join": shlex.quote(f"{run}/join.json"),
         "patience": PATIENCE,
+        "starts": STARTS,
         "drain": drain,
         "nodes": site.nodes,
         # Which address the head has, only its node knows.

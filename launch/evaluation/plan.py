@@ -163,6 +163,9 @@ def from_yaml(content: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
         for value in found[key]:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name}: {key} has {value!r}, which isn't a number")
+    for value in found["templates"]:
+        if not isinstance(value, str):
+            raise ConfigError(f"{name}: templates has {value!r}, which isn't a name or a path")
     for value in found["settings"]:
         if not isinstance(value, str) or "=" not in value:
             raise ConfigError(f"{name}: settings has {value!r}: write each as section.key=value")

@@ -129,10 +129,10 @@ def work(
         sampler: makes what answers for a model of that name, in the place of engines.
 
     Raises:
-        RefusedError: samples can't be made; it comes when all others are.
+        SamplesRefusedError: samples can't be made; it comes when all others are.
         TandemError: a model can't be loaded, or an engine has failed.
     """
-    from ...rollout.evaluate.answering import RefusedError
+    from ...rollout.evaluate.answering import SamplesRefusedError
 
     refused: list[str] = []
     for _, of_model in itertools.groupby(prepared.plan.cells, key=lambda cell: cell.model):
@@ -156,7 +156,11 @@ def work(
             continue
         refused += asyncio.run(_by_engine(prepared, folder, wanted, worker[0], progress, sampler))
     if refused:
-        raise RefusedError(refused)
+        raise SamplesRefusedError(
+            refused,
+            ". All others are kept. Serve the model with a longer context and run the command again; or, into another "
+            "folder, lower rollout.max_new_tokens or leave the problem out",
+        )
 
 
 def _missing(
@@ -186,7 +190,7 @@ async def _by_engine(
 ) -> list[str]:
     """Returns of the samples that can't be made, why."""
     from ...rollout.engines import make_engine
-    from ...rollout.evaluate.answering import RefusedError, Sampler, answer
+    from ...rollout.evaluate.answering import Sampler, SamplesRefusedError, answer
     from ...rollout.evaluate.episodes import playing, unless_it_dies
 
     model, config, _ = prepared.cells[next(iter(wanted))]
@@ -233,7 +237,7 @@ async def _by_engine(
                             await answering
                         else:
                             await unless_it_dies(asyncio.create_task(answering), server)
-                    except RefusedError as error:
+                    except SamplesRefusedError as error:
                         refused += error.reasons
     return refused
 

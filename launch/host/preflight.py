@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.disk import free_bytes
 from ...common.errors import ConfigError, DataError
-from ...common.models import TOKENIZER_FILES
+from ...common.hub import TOKENIZER_FILES
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
 from ..plan.placement import Placement, place, trackers_of, workers_of
@@ -123,21 +123,23 @@ def check_teacher(config: Config, *, alone: bool = False) -> None:
 
 
 def _check_reader(config: Config, key: str, model: str, role: str, *, alone: bool) -> None:
-    """Checks a model that reads the policy's tokens, see :func:`check_teacher`."""
+    """Checks a model that reads the policy's tokens, see :func:`check_teacher`. A critic may know more tokens, and as it
+    only reads ids, its folder may lack a tokenizer."""
     from ...common.models import load_tokenizer, read_model_config, resolve
 
     path = Path(resolve(model, key))
     if path.is_dir():
         _require_weights(path, f"{key}={model}")
         _require_context(config, read_model_config(model), f"the {role}'s")
-    if alone:
+    is_critic = role == "critic"
+    if alone or (is_critic and path.is_dir() and not _has_tokenizer(path)):
         return
     own_path = Path(resolve(config.model.path))
     if own_path == path or _same_tokenizer(own_path, path):
         return
     own = load_tokenizer(config.model.path).get_vocab()
     theirs = load_tokenizer(model, key).get_vocab()
-    differ = own.items() ^ theirs.items()
+    differ = own.items() - theirs.items() if is_critic else own.items() ^ theirs.items()
     if differ:
         token, number = min(differ, key=lambda one: (one[1], one[0]))
         raise ConfigError(
@@ -145,6 +147,10 @@ def _check_reader(config: Config, key: str, model: str, role: str, *, alone: boo
             f"{len({one for _, one in differ}):,} token ids differ, such as {number} ({token!r} in one of them alone): "
             f"name a {role} with the policy's tokenizer"
         )
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _same_tokenizer(one: Path, other: Path) -> bool:

@@ -102,7 +102,7 @@ def with_tests(row: DataRow, grader: Grader) -> DataRow:
     tests = {
         name: plain(of)
         for name, of in row.raw.items()
-        if not is_deeper(of) and grader.has_tests({name: of})
+        if grader.has_tests({name: of}) and not is_deeper(of)
     }
     if not tests:
         return row

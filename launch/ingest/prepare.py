@@ -129,8 +129,8 @@ def inputs_digest(config: Config, folder: RunFolder, *, older: bool = False) -> 
     Args:
         config: the run's settings.
         folder: the run's folder, to which data paths may be relative.
-        older: as runs of older versions have it, which didn't look at all files of a tokenizer. A newer version may read
-            their data otherwise, so that they aren't read anew without need.
+        older: as runs of older versions have it, which looked at neither all files of a tokenizer nor templates nor
+            archives. A newer version may read their data otherwise, so that they aren't read anew without need.
     """
     digest = hashlib.blake2b(b"" if older else b"whole tokenizer", digest_size=16)
     tree = config.model_dump(mode="json")
@@ -140,7 +140,7 @@ def inputs_digest(config: Config, folder: RunFolder, *, older: bool = False) -> 
     digest.update(repr((config.rollout.max_new_tokens, config.learner.source)).encode())
     model = check_model(config)
     files: list[Path] = []
-    if config.data.archive is not None:
+    if config.data.archive is not None and not older:
         digest.update(_archive_digest(config.data.archive).encode())
     if model is not None:
         files += [model / name for name in _OLD_TOKENIZER] if older else _tokenizer_files(model)
@@ -148,7 +148,7 @@ def inputs_digest(config: Config, folder: RunFolder, *, older: bool = False) -> 
         sources: list[SourceConfig | EvalSetConfig] = [*config.data.train, *config.data.evaluate]
         for source in sources:
             files += files_of(resolve(source))
-        files += _template_files(config)
+        files += [] if older else _template_files(config)
         for file in files:
             if file.exists():
                 digest.update(f"{file.name}\n".encode())
@@ -169,7 +169,7 @@ _OLD_TOKENIZER = (
 
 def _tokenizer_files(model: Path) -> list[Path]:
     """What prompts may be rendered and encoded by, chat templates included."""
-    names = (*models.TOKENIZER_FILES, *TOKENIZER_SETTINGS, "chat_template.jinja")
+    names = (*hub.TOKENIZER_FILES, *TOKENIZER_SETTINGS, "chat_template.jinja")
     further = sorted((model / "additional_chat_templates").glob("*.jinja"))
     return [*(model / name for name in names), *further]
 

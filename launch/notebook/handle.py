@@ -50,13 +50,13 @@ def start(
         preset: a preset's name, or the path of a YAML file.
         fresh: begin anew, and move an existing folder of the same name aside.
         offline: train on stored traces, as ``tandem offline`` does.
-        wait_seconds: how long the folder may take to be there, seconds.
+        wait_seconds: how long the run may take to begin in its folder, seconds.
         overrides: settings, as ``run={"steps": 50}`` or ``**{"run.steps": 50}``. A setting whose value is a mapping,
             such as ``environments.use``, is replaced by the one that is given.
 
     Raises:
         TandemError: the run was refused; the message is the command's own.
-        DeadlineError: there was no folder after ``wait_seconds``.
+        DeadlineError: it hadn't begun after ``wait_seconds``.
     """
     from ...common.config import valid_keys
     from ..run.opened.presets import load
@@ -93,7 +93,7 @@ def start(
         if time.monotonic() > end:
             process.terminate()
             raise DeadlineError(
-                f"{folder.path}: the run of {preset} has no folder after {wait_seconds:.0f} s, and was "
+                f"{folder.path}: the run of {preset} hasn't begun after {wait_seconds:.0f} s, and was "
                 f"asked to end; it said: {run.output[-SAID:].strip()}"
             )
         time.sleep(LOOK_SECONDS)

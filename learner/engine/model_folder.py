@@ -19,7 +19,7 @@ from torch import Tensor
 from ...common.disk import write_all
 from ...common.errors import DataError
 from ...common.models import local_folder
-from ...common.run_folder import replace_folder, sync_tree
+from ...common.run_folder import SCORE, replace_folder, sync_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,8 +32,6 @@ SHARD = "5GB"
 """Most bytes of a weights file, unless a single tensor is larger."""
 TEMPLATES = "additional_chat_templates"
 """Where transformers keeps the chat templates of a tokenizer that has several."""
-SCORE = "best.json"
-"""File in the folder of a run's best model that says which step's weights these are, and why: of no other model."""
 GENERATION = "generation_config.json"
 """Where transformers keeps how a model is sampled from."""
 

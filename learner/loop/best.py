@@ -12,8 +12,7 @@ from typing import Any
 from ...common.errors import DataError
 from ...common.parts import read_parts
 from ...common.plain import read_object
-from ...common.run_folder import RunFolder, write_atomic
-from ..engine.model_folder import SCORE
+from ...common.run_folder import SCORE, RunFolder, write_atomic
 
 log = logging.getLogger("tandem.learner")
 

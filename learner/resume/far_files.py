@@ -114,11 +114,12 @@ class CheckpointFiles:
             DiskFull: this rank's host had no room for too long.
         """
         rank = dist.get_rank() if self.far else 0
-        for first, after in pairwise((*self.receivers, math.inf)):
-            on_host = sum(first <= one < after for one in self.far)
-            self._await_room(int(first), on_host * share)
+        # It removes what a killed save has left there, so it comes before the look at the room.
         own = self._own(f"checkpoint-of-rank-{rank}") if rank in self.far else folder
         try:
+            for first, after in pairwise((*self.receivers, math.inf)):
+                on_host = sum(first <= one < after for one in self.far)
+                self._await_room(int(first), on_host * share)
             yield own
             for far in self.far:
                 _move(own, far, 0)

@@ -10,6 +10,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
@@ -125,15 +126,14 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
                 continue  # An empty line.
             if header is None:
                 header = cells
-            elif len(cells) != len(header):
-                # A comma too many or too few puts values under the wrong columns.
-                what = "more" if len(cells) > len(header) else "fewer"
-                way_out = "put texts with commas or line breaks into double quotes"
-                yield RowError("row", cells, f"has {what} fields than the header", way_out)
+            elif len(cells) > len(header):
+                # A comma too many puts values under the wrong columns.
+                way_out = "put texts with commas into double quotes"
+                yield RowError("row", cells, "has more fields than the header", way_out)
             else:
-                # An empty cell is how CSV writes that there is no value.
+                # An empty cell is how CSV writes that there is no value, and some writers leave the last ones out.
                 filled = (cell if cell.strip() else None for cell in cells)
-                yield dict(zip(header, filled, strict=True))
+                yield dict(itertools.zip_longest(header, filled))
     except csv.Error as error:
         raise DataError(
             f"{path} line {lines.line_num} can't be read as CSV: {_first_line(error)}"

@@ -379,9 +379,12 @@ def is_deeper(value: Any, most: int = DEEPEST) -> bool:
     >>> is_deeper([[1]], 3), is_deeper([[1]], 2)
     (False, True)
     """
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        value = ()
+    if not isinstance(value, Mapping | list | tuple):
+        return most < 1
     # Not deeper than asked: a row may be nested deeper than functions can be.
-    return most < 1 or any(is_deeper(inner, most - 1) for inner in value)
+    if most < 2:
+        return most < 1 or len(value) > 0
+    inside = value.values() if isinstance(value, Mapping) else value
+    return any(
+        is_deeper(inner, most - 1) for inner in inside if isinstance(inner, Mapping | list | tuple)
+    )

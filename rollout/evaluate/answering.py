@@ -29,19 +29,17 @@ Place = tuple[int, int]
 """Of a sample: its problem's place in the benchmark, and its number."""
 
 
-class RefusedError(TandemError):
-    """Some samples can't be made at all; the others are kept.
+class SamplesRefusedError(TandemError):
+    """Some samples can't be made at all; all others have been.
 
     Args:
         reasons: of each, why.
+        then: what to do, which follows the first reason.
     """
 
-    def __init__(self, reasons: Sequence[str]) -> None:
-        super().__init__(
-            f"{len(reasons)} {'sample' if len(reasons) == 1 else 'samples'} can't be made, and all others are kept: "
-            f"{reasons[0]}. Serve the model with a longer context and run the command again; or, into another folder, "
-            f"lower rollout.max_new_tokens or leave the problem out"
-        )
+    def __init__(self, reasons: Sequence[str], then: str = "") -> None:
+        samples = "1 sample" if len(reasons) == 1 else f"{len(reasons)} samples"
+        super().__init__(f"{samples} can't be made: {reasons[0]}{then}")
         self.reasons = tuple(reasons)
 
 
@@ -102,7 +100,7 @@ async def answer(
         window: greatest number of samples that the engine is given at a time.
 
     Raises:
-        RefusedError: samples can't be made; it comes when all others are.
+        SamplesRefusedError: samples can't be made; it comes when all others are.
         TandemError: the engine has failed.
     """
     refused: list[str] = []
@@ -161,7 +159,7 @@ async def answer(
     except BaseExceptionGroup as group:
         raise _first(group) from None
     if refused:
-        raise RefusedError(refused)
+        raise SamplesRefusedError(refused)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -39,6 +39,7 @@ import torch
 from ...common.config.learner import LoraConfig
 from ...common.errors import ConfigError, TandemError, WeightsError
 from ...common.records import FinishReason, Float32Array, SamplingParams, Version
+from ...common.run_folder import try_lock
 from ...common.seeds import keyed_seed
 from ..contract import Response
 from ..engine import Likeliest, ParameterSpec
@@ -125,12 +126,11 @@ class AdapterFolders:
         while True:
             root = Path(tempfile.mkdtemp(prefix=PREFIX))
             self._lock = open(root / LOCK, "w")  # noqa: SIM115 - held until the folder is removed
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if (root / LOCK).exists():
-                    # Else another process took it for one that was left behind.
-                    self._root = root
-                    return root
+            # Else another process took it for one that was left behind.
+            if try_lock(self._lock.fileno()) and (root / LOCK).exists():
+                self._root = root
+                return root
+            self._lock.close()
 
     def close(self) -> None:
         """Removes all of them."""

@@ -450,6 +450,12 @@ NOTHING = [
 ]
 
 
+def test_a_run_that_began_with_a_system_prompt_for_nothing_goes_on() -> None:
+    config = build("data.system_prompt=Think.", "data.template=r1_zero")
+    assert why_not_started(config) is not None
+    assert why_not_started(config, anew=False) is None
+
+
 @pytest.mark.parametrize(
     "words",
     [

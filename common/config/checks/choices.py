@@ -7,7 +7,8 @@ show are refused at ingest (:mod:`tandem.launch.ingest.prepare`), those of the m
 those of the model by the process that loads it.
 
 ``RULES`` apply to every config that is made (except one that is read back from a run's folder, which
-an older version may have begun); ``START_RULES`` also apply to a run that a person starts.
+an older version may have begun); ``START_RULES`` also apply to a run that a person starts, and ``NEW_RULES`` to one that
+begins: they are of settings that only do nothing, and that a resumed run may not change.
 """
 
 from __future__ import annotations
@@ -581,7 +582,6 @@ START_RULES: tuple[Rule, ...] = (
     _context,
     _accepted,
     _turns,
-    _system_prompt,
     _unused_prefix,
     _evaluations,
     _best,
@@ -590,11 +590,12 @@ START_RULES: tuple[Rule, ...] = (
     _attention,
     _kernels,
 )
+NEW_RULES: tuple[Rule, ...] = (_system_prompt,)
 
 
-def why_not_started(config: Config) -> str | None:
-    """The first refusal by :data:`START_RULES`, or None."""
-    return _first(START_RULES, config)
+def why_not_started(config: Config, *, anew: bool = True) -> str | None:
+    """The first refusal by :data:`START_RULES`, and for a run that begins anew by :data:`NEW_RULES`, or None."""
+    return _first((*START_RULES, *(NEW_RULES if anew else ())), config)
 
 
 def _first(rules: tuple[Rule, ...], config: Config) -> str | None:

@@ -64,6 +64,8 @@ CHANGEABLE: tuple[str, ...] = (
     "evaluate.*",
     "launch.*",
     "log.*",
+    # How weights travel, and not what.
+    "weights.transport",
     "weights.*_seconds",
     "weights.interface",
     "weights.check_bound",

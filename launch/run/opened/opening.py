@@ -162,7 +162,7 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
         )
     finished = _is_finished(run, changed)
     if not finished:
-        may_start(config)
+        may_start(config, anew=False)
     return Opening(
         kind=Kind.FINISHED if finished else Kind.RESUMED,
         folder=folder,
@@ -174,12 +174,14 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     )
 
 
-def _refuse_choices(preset: Preset, overrides: Sequence[str], config: Config) -> None:
+def _refuse_choices(
+    preset: Preset, overrides: Sequence[str], config: Config, *, anew: bool = True
+) -> None:
     from ....common.config.checks.choices import why_not_started
     from .choices import check_named
 
     try:
-        if refusal := why_not_started(config):
+        if refusal := why_not_started(config, anew=anew):
             raise ConfigError(refusal)
         check_named(config)
     except ConfigError as error:

@@ -554,7 +554,8 @@ def test_what_a_server_refuses_costs_nothing_else_and_is_asked_again(
     words += ["--samples", "1"]
     assert cli.main(words) == 1
     said = capsys.readouterr().err
-    assert "2 samples can't be made, and all others are kept: big.a." in said
+    assert "2 samples can't be made: big.a." in said
+    assert "All others are kept." in said
     assert "status 400" in said
     assert "lower rollout.max_new_tokens" in said
     assert len(handler.asked) == 6

@@ -18,7 +18,8 @@ from tokenizers.processors import TemplateProcessing
 from tandem.common import prompts
 from tandem.common.config import Config, to_yaml
 from tandem.common.errors import ConfigError, DataError, TandemError
-from tandem.common.models import TOKENIZER_FILES, resolve
+from tandem.common.hub import TOKENIZER_FILES
+from tandem.common.models import resolve
 from tandem.common.records import Verdict
 from tandem.common.run_folder import JoinInfo, RunFolder
 from tandem.launch.cli import main

@@ -246,8 +246,8 @@ def test_a_critics_model_that_is_missing_is_refused_by_its_own_name(tmp_path: Pa
     with pytest.raises(DataError, match=r"^learner\.critic\.model=.* has no weights"):
         preflight.check_critic(config_of(tmp_path))
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(DataError, match=r"^learner\.critic\.model=.* has no tokenizer"):
-        preflight.check_critic(config_of(tmp_path))
+    # It only reads ids.
+    preflight.check_critic(config_of(tmp_path))
     # Before an earlier stage has made the policy's model.
     preflight.check_critic(config_of(tmp_path), alone=True)
     base = Path(resolve("miniature"))

@@ -192,16 +192,16 @@ def test_a_field_of_csv_may_be_long_and_one_that_is_too_long_is_told_by_its_line
     assert len(list(read_rows(path))) == 2  # The limit is the process's, and is set anew.
 
 
-def test_a_row_of_csv_with_another_number_of_fields_is_left_out(tmp_path: Path) -> None:
+def test_a_row_of_csv_with_more_fields_than_the_header_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_text('question,answer\nWhat is 1,000+1?,1001\n\n"What is 1,000+1?",1001\nWhat is\n')
+    path.write_text(
+        'question,answer,ability\nWhat is 1,000+1?,1001,sum\n\n"What is 1,000+1?",1001\n'
+    )
     left_out = LeftOut()
     (row,) = read_rows(path, left_out=left_out)
+    # Some writers leave out empty cells at the end.
     assert (row.content.prompt[0].content, row.content.gold) == ("What is 1,000+1?", "1001")
-    assert left_out.counts == {
-        "row has more fields than the header": 1,
-        "row has fewer fields than the header": 1,
-    }
+    assert left_out.counts == {"row has more fields than the header": 1}
     with pytest.raises(DataError, match=r"a\.csv row 0, .*: put texts with commas .* into double"):
         list(read_rows(path))
 
