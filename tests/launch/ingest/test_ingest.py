@@ -248,15 +248,17 @@ def test_what_was_read_is_known_again_by_its_bytes(made: Path) -> None:
 
 @pytest.mark.parametrize("key", ["data.template", "data.evaluate.0.template"])
 def test_a_template_is_known_again_by_its_text(made: Path, here: Path, key: str) -> None:
-    def digest() -> str:
+    def digest(*, older: bool = False) -> str:
         config = load("miniature").resolve([*PLAIN, f"{key}=t.txt"])
-        return ingest.inputs_digest(config, RunFolder("runs/x"))
+        return ingest.inputs_digest(config, RunFolder("runs/x"), older=older)
 
     (here / "t.txt").write_text("7-{question}")
-    before = digest()
+    before, in_older = digest(), digest(older=True)
     assert digest() == before
     (here / "t.txt").write_text("8-{question}")
     assert digest() != before
+    # A run that an older version began goes on with the digest that it has.
+    assert digest(older=True) == in_older
 
 
 def test_the_miniature_is_read_before_its_folder_exists(here: Path) -> None:
