@@ -202,7 +202,7 @@ def test_a_row_of_csv_with_more_fields_than_the_header_is_left_out(tmp_path: Pat
     # Some writers leave out empty cells at the end.
     assert (row.content.prompt[0].content, row.content.gold) == ("What is 1,000+1?", "1001")
     assert left_out.counts == {"row has more fields than the header": 1}
-    with pytest.raises(DataError, match=r"a\.csv row 0, .*: put texts with commas .* into double"):
+    with pytest.raises(DataError, match=r"a\.csv row 0, .*: put texts with commas into double"):
         list(read_rows(path))
 
 
