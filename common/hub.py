@@ -349,6 +349,11 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model's folder has a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
 def _is(path: Path, one: Any) -> bool:
     """Whether a file is the one that the hub describes, by its SHA-256 or its digest in git."""
     lfs = one.lfs

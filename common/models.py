@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DataError
-from .hub import TOKENIZER_FILES
+from .hub import TOKENIZER_FILES, has_tokenizer
 from .memory import is_out_of_memory
 from .plain import read_object
 
@@ -117,7 +117,7 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerBas
     """
     place = resolve(path, key)
     folder = Path(place)
-    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if folder.is_dir() and not has_tokenizer(folder):
         raise DataError(
             f"{key}={path}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}, "
             f"…): copy the base model's tokenizer files into it"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.disk import free_bytes
 from ...common.errors import ConfigError, DataError
-from ...common.hub import TOKENIZER_FILES
+from ...common.hub import TOKENIZER_FILES, has_tokenizer
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
 from ..plan.placement import Placement, place, trackers_of, workers_of
@@ -77,7 +77,7 @@ def check_model(config: Config) -> Path | None:
     if not path.is_dir():
         return None
     settings = read_model_config(config.model.path)
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(path):
         raise DataError(
             f"model.path={config.model.path} has no tokenizer (none of "
             f"{', '.join(TOKENIZER_FILES)}): copy the tokenizer files of the model that it "
@@ -132,7 +132,7 @@ def _check_reader(config: Config, key: str, model: str, role: str, *, alone: boo
         _require_weights(path, f"{key}={model}")
         _require_context(config, read_model_config(model), f"the {role}'s")
     is_critic = role == "critic"
-    if alone or (is_critic and path.is_dir() and not _has_tokenizer(path)):
+    if alone or (is_critic and path.is_dir() and not has_tokenizer(path)):
         return
     own_path = Path(resolve(config.model.path))
     if own_path == path or _same_tokenizer(own_path, path):
@@ -147,10 +147,6 @@ def _check_reader(config: Config, key: str, model: str, role: str, *, alone: boo
             f"{len({one for _, one in differ}):,} token ids differ, such as {number} ({token!r} in one of them alone): "
             f"name a {role} with the policy's tokenizer"
         )
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _same_tokenizer(one: Path, other: Path) -> bool:
