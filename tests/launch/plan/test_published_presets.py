@@ -267,6 +267,7 @@ CS336_2026: Table = {
     "tokens": 512,
     "evaluate_every": 10,
     "evaluate_limit": 1024,
+    "evaluate_limits": [1024],
     "train_limits": [6400],
     "advantage": "group_mean_std",
     "aggregation": "sequence_mean",
@@ -418,7 +419,7 @@ COUNTDOWN: Table = {
     "lr": 1e-5,
     "prompt_tokens": 256,
     "tokens": 1024,
-    "evaluate_limit": 128,
+    "evaluate_limits": [128],
     "lora": (32, 32.0, 0.0),
     "lora_targets": (
         *("q_proj", "k_proj", "v_proj", "o_proj"),
