@@ -116,8 +116,8 @@ def _made(
     # It stands in a comment, which a second line would leave.
     command = " ".join(shlex.join(words).splitlines())
     templates = Path(arguments.templates) if arguments.templates else None
-    if templates is not None and not templates.is_dir():
-        raise DataError(f"--templates {templates} is no folder")
+    if templates is not None:
+        _check_templates(templates, arguments.engine)
     given = arguments.workers_per_node
     workers = 1 if given is None else given
     shared = {
@@ -180,6 +180,26 @@ def _made(
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return made, lines
+
+
+def _check_templates(folder: Path, engine: str) -> None:
+    """Says which of a folder's files are used as templates.
+
+    Raises:
+        DataError: none of them is.
+    """
+    from ..cluster.rendering import TEMPLATES
+
+    if not folder.is_dir():
+        raise DataError(f"--templates {folder} is no folder")
+    known = sorted(path.name for path in (TEMPLATES / engine).iterdir())
+    own = [name for name in known if (folder / name).exists()]
+    if not own:
+        raise DataError(
+            f"--templates {folder} has none of {engine}'s templates ({', '.join(known)}): copy those that you change "
+            f"from {TEMPLATES / engine}"
+        )
+    print(f"note: from --templates {folder}: {', '.join(own)}, and no other file", file=sys.stderr)
 
 
 def _print(made: dict[str, str]) -> None:

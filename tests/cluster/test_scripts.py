@@ -162,6 +162,20 @@ def test_own_templates_go_before_tandems(tmp_path: Path):
         scripts(tmp_path / "out", "--templates", str(own))
 
 
+def test_it_says_which_own_templates_are_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    # What is made of workers.sbatch is no template itself.
+    (own / "rollout.sbatch").write_text("#!/bin/bash\n")
+    with pytest.raises(DataError, match=r"own has none of slurm's templates \(.*workers\.sbatch\)"):
+        scripts(tmp_path / "out", "--templates", str(own))
+    (own / "workers.sbatch").write_text("#!/bin/bash\n# mine\n")
+    assert scripts(tmp_path / "out", "--templates", str(own))["rollout.sbatch"].endswith("mine\n")
+    assert "own: workers.sbatch, and no other file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
