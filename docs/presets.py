@@ -14,8 +14,8 @@ PAGE = Path(__file__).with_name("presets.md")
 
 HEAD = """# Presets
 
-The presets that are shipped, as `tandem presets` lists them. `python docs/presets.py` writes this page from the first
-lines of the files in [launch/configs/](../launch/configs/).
+The presets that are shipped, as `tandem presets` lists them. `.venv/bin/python docs/presets.py` writes this page from the
+first lines of the files in [launch/configs/](../launch/configs/).
 
 A preset with a source has the settings that its source has published, and says what differs. A test holds each against
 a table that is written by hand from the source, with every deviation listed

@@ -81,3 +81,24 @@ def test_a_mark_is_read_with_its_block(tmp_path: Path) -> None:
     text = "<!-- test: run -->\n```bash\ntrue\n```\n\n```python\npass\n```\n"
     found = [(m["mark"], m["language"], m["code"]) for m in MARKED.finditer(text)]
     assert found == [("run", "bash", "true\n"), (None, "python", "pass\n")]
+
+
+def test_the_presets_that_the_readme_names_get_their_data_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made by the run, or fetched from the hub."""
+    from tandem.common.hub import is_hub_name
+    from tandem.launch.run.opened.presets import load, names
+
+    monkeypatch.chdir(tmp_path)
+    named = re.findall(r"start_all\.sh ([\w.-]+)", (ROOT / "README.md").read_text("utf-8"))
+    shown = [name for name in names() if name in named]
+    assert "qwen2.5-math-7b-luffy-8gpu" in shown
+    lacking = {}
+    for name in shown:
+        data = load(name).resolve([]).data
+        paths = [one.path for one in (*data.train, *data.evaluate)]
+        lacking[name] = [
+            path for path in paths if "{run}" not in path and not is_hub_name(path, Path(path))
+        ]
+    assert not {name: paths for name, paths in lacking.items() if paths}

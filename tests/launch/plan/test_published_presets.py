@@ -133,7 +133,7 @@ SCALED: Table = {
     "eps": 1e-8 / 64,
     "grad_clip": 1 / 64,
     "entropy": 1.1e-4,
-    "evaluate_limit": 500,
+    "evaluate_limit": 100,
 }
 
 # github.com/jashvira/policy-gradient-experiments, branch math_posttrain.

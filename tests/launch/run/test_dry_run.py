@@ -43,7 +43,7 @@ def tandem(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, s
 def test_a_preset_of_eight_gpus_is_planned_where_there_is_none(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
-    code, out, err = tandem(capsys, "start", EIGHT, "--dry-run")
+    code, out, err = tandem(capsys, "start", EIGHT, "data.train.0.path=none.parquet", "--dry-run")
     assert (code, err) == (0, "")
     for name in ("redis", *(f"learner-{i}" for i in range(6)), "rollout-0", "rollout-1"):
         assert f"\n  {name} " in out
@@ -52,7 +52,7 @@ def test_a_preset_of_eight_gpus_is_planned_where_there_is_none(
         assert f"CUDA_VISIBLE_DEVICES={gpu} " in out
     assert "needs 8 GPUs" in out
     assert "this machine has none" in out
-    assert "data/openr1.parquet is missing" in out
+    assert "none.parquet is missing" in out
 
 
 def test_a_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str], here: Path) -> None:
