@@ -34,7 +34,7 @@ EXAMPLE = PAGE.parent.parent / "tests" / "learner" / "own_objective.py"
 HEAD = """# Objectives
 
 What a run trains with: `learner.objective.name`. This page is made of the classes in
-[common/objectives/](../common/objectives/) by `python docs/objectives.py`; a test holds the two
+[common/objectives/](../common/objectives/) by `.venv/bin/python docs/objectives.py`; a test holds the two
 together.
 
 Letters: π_θ the policy that is trained, μ the policy that sampled a token (log-probs as recorded),
@@ -133,8 +133,8 @@ TAUGHT = """## A teacher
 `distill` learns from the next-token distribution of another model, `learner.teacher`: a Hugging Face folder or hub name
 with the policy's tokenizer, of any size. No reward is needed, and rows that are paid alike take part like any others:
 
-- on traces: `tandem offline PRESET learner.objective.name=distill learner.teacher=DIR`
-- on the policy's own samples: the same with `tandem start`; with `divergence_mix` of 0.5 or 1 this is on-policy distillation
+- on traces: `tandem offline PRESET learner.source=offline learner.objective.name=distill learner.teacher=DIR`
+- on the policy's own samples: `tandem start PRESET learner.objective.name=distill learner.teacher=DIR`; with `divergence_mix` of 0.5 or 1 this is on-policy distillation
   (GKD). A sample that is some steps old is a context like another one, so that any `replay.max_staleness` will do.
 - on both: with `expert.per_group` of 1 or more. `sft_coefficient` adds the cross entropy of the traces' tokens.
 
