@@ -349,7 +349,7 @@ def test_where_path_has_an_old_python_alone_uvs_is_used(machine: Machine, known:
     asked = f"""
 case "$*" in
   "python install 3.12") touch {managed}/there; exit ;;
-  "python find "*) [ -e {managed}/there ] && echo {managed}/python3.12; exit ;;
+  "python find --system "*) [ -e {managed}/there ] && echo {managed}/python3.12; exit ;;
 esac
 """
     machine.command("uv", UV + asked)
@@ -649,6 +649,52 @@ def test_an_environment_that_no_longer_starts_is_made_anew(machine: Machine) -> 
     code, output = machine.run()
     assert code == 0, output
     assert "no longer starts" in output
+
+
+@pytest.mark.parametrize("spelled", ["repo", "link"])
+def test_an_active_environment_is_made_anew_by_what_is_outside_of_it(
+    machine: Machine, spelled: str
+) -> None:
+    machine.run()
+    machine.calls()
+    (machine.folder / "link").symlink_to("repo")
+    for name in ("python3.12", "uv"):
+        shutil.copy(machine.venv / "bin/python", machine.venv / "bin" / name)
+    active = machine.folder / spelled / ".venv/bin"
+    machine.env["PATH"] = f"{active}:{machine.folder / 'bin'}:{machine.folder / 'unix'}"
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    code, output = machine.run()
+    assert code == 0, output
+    assert "making it again" in output
+    assert f"{machine.folder}/bin/python3.12 -m venv {machine.venv}" in machine.calls()
+
+
+def test_the_environments_own_python_cannot_be_named_to_make_it_again(machine: Machine) -> None:
+    machine.run()
+    own = machine.venv / "bin/python"
+    machine.env["TANDEM_PYTHON"] = str(own)
+    code, output = machine.run()
+    assert code == 1
+    assert f"name a Python outside {machine.venv}" in output
+    assert own.exists()
+    del machine.env["TANDEM_PYTHON"]
+    assert machine.run() == (0, "")
+
+
+def test_a_set_up_that_is_killed_before_it_empties_an_environment_is_resumed_by_making_it_again(
+    machine: Machine,
+) -> None:
+    machine.run()
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    real = machine.folder / "unix/mv"
+    stand_in = machine.command("mv", f'#!/usr/bin/env bash\n{real} "$@"\nkill -9 "$PPID"\n')
+    assert machine.run()[0] == -signal.SIGKILL
+    assert (machine.venv / ".tandem-setup.unfinished").exists()
+    stand_in.unlink()
+    machine.calls()
+    code, output = machine.run()
+    assert code == 0, output
+    assert any(f"-m venv {machine.venv}" in call for call in machine.calls())
 
 
 def test_a_repository_that_was_moved_gets_its_environment_anew(machine: Machine) -> None:
