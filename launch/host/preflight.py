@@ -13,7 +13,7 @@ from ...common.hub import TOKENIZER_FILES, has_tokenizer
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
 from ..plan.placement import Placement, place, trackers_of, workers_of
-from ..plan.sizes import shape_of, trained
+from ..plan.sizes import safetensors_of, shape_of, trained
 from ..wording import human, shown_python
 from .environments import check_environments
 from .servers import check_servers
@@ -288,7 +288,15 @@ def check_ports(config: Config, ports: range) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    return sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    """The files that hold a folder's model.
+
+    Raises:
+        DataError: its index can't be read.
+    """
+    files = safetensors_of(path)
+    if files is None:  # Whoever loads the model says which is missing.
+        files = sorted(path.glob("*.safetensors"))
+    return files or sorted(path.glob("pytorch_model*.bin"))
 
 
 def disk_needed(config: Config, model: Path | None, parameters: int = 0) -> int:

@@ -12,6 +12,7 @@ from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.longest_pass import longest_pass
 from tandem.common.objectives import OBJECTIVES, reads
+from tandem.launch.host.preflight import weight_files
 from tandem.launch.plan import advice, memory, sizes, speed
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.plan.node import GB, KINDS, Node, node
@@ -103,6 +104,32 @@ def test_a_download_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     shape = shape_of("someone/some-model")
     assert shape is not None
     assert (shape.parameters, shape.source) == (SMALL.parameters, "config.json")
+
+
+def weights(path: Path, *sizes: int) -> None:
+    """A safetensors file whose header tells of tensors of these sizes."""
+    header = {
+        f"t{number}": {"dtype": "F32", "shape": [size], "data_offsets": [0, 0]}
+        for number, size in enumerate(sizes)
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def test_weights_that_lie_beside_the_model_again_are_counted_once(tmp_path: Path) -> None:
+    weights(tmp_path / "consolidated.safetensors", 100, 20)
+    assert sizes.count_parameters(tmp_path) == 120
+    weights(tmp_path / "model-00001-of-00002.safetensors", 100)
+    weights(tmp_path / "model-00002-of-00002.safetensors", 20)
+    assert sizes.count_parameters(tmp_path) == 120
+    names = {"t0": "first.safetensors", "t1": "second.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    weights(tmp_path / "first.safetensors", 100)
+    assert sizes.count_parameters(tmp_path) is None
+    weights(tmp_path / "second.safetensors", 20)
+    assert sizes.count_parameters(tmp_path) == 120
+    assert [file.name for file in weight_files(tmp_path)] == list(names.values())
 
 
 def test_kv_cache_of_a_token() -> None:
