@@ -12,7 +12,7 @@ from ...common.errors import ConfigError, DataError
 from ...common.hub import TOKENIZER_FILES, has_tokenizer
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
-from ..plan.placement import Placement, place, trackers_of, workers_of
+from ..plan.placement import Placement, place, samples_here, trackers_of, workers_of
 from ..plan.sizes import safetensors_of, shape_of, trained
 from ..wording import human, shown_python
 from .environments import check_environments
@@ -209,13 +209,28 @@ def check_optimizers(config: Config) -> None:
             )
 
 
-def check_engine(config: Config, placement: Placement) -> None:
-    """Raises ``ConfigError`` if workers would be started with a vLLM that can't serve them."""
+def wants_vllm(config: Config, *, gpus: bool) -> bool:
+    """Whether a process that is started here makes a vLLM engine, which ``auto`` is where there is a GPU and vLLM
+    is installed."""
     engine = config.rollout.engine
-    # What `auto` resolves to in a worker: vLLM if it is installed and there is a GPU.
-    chosen = engine == "auto" and any(placement.rollout) and vllm_version.installed()
-    if workers_of(config) and (chosen or engine == "vllm"):
+    chosen = engine == "auto" and gpus and vllm_version.installed()
+    return samples_here(config) and (chosen or engine == "vllm")
+
+
+def check_engine(config: Config, placement: Placement) -> None:
+    """Raises ``ConfigError`` if workers, or an offline run's evaluations, would be started with a vLLM that can't serve
+    them."""
+    if not wants_vllm(config, gpus=placement.gpus > 0):
+        return
+    try:
         vllm_version.require()
+    except ConfigError as error:
+        if workers_of(config):
+            raise
+        raise ConfigError(
+            f"{error}; or do without the evaluations before and after the training: evaluate.at_start=false "
+            f"evaluate.at_end=false"
+        ) from None
 
 
 def check_kernels(config: Config, placement: Placement) -> None:

@@ -474,6 +474,15 @@ def test_a_gpu_host_gets_vllm_and_a_development_one_does_not_and_both_get_liger_
     )
 
 
+def test_on_a_gpu_host_an_offline_run_gets_the_vllm_that_its_evaluations_use(
+    machine: Machine,
+) -> None:
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    code, output = machine.run("some-preset", script="replay_offline.sh")
+    assert code == 0, output
+    assert machine.installs()[-1].endswith("vllm]")
+
+
 def test_an_image_for_gpus_is_made_where_there_are_none(machine: Machine) -> None:
     machine.command("uv", UV)
     machine.env["TORCH_SEES_NO_GPU"] = "1"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.common import models
-from tandem.common.config import Config
+from tandem.common.config import CHANGEABLE, Config
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.models import resolve
 from tandem.common.run_folder import RunFolder
@@ -140,6 +140,28 @@ def test_vllm_that_is_not_installed_is_told_before_anything_is_started(
     for others in (["rollout.engine=vllm", "rollout.workers=0"], ["rollout.engine=torch"]):
         preflight.check_engine(load("miniature").resolve(others), CPUS)
     preflight.check_engine(load("miniature").resolve(["rollout.engine=auto"]), ONE_GPU)
+
+
+def test_an_offline_run_is_told_of_the_vllm_that_its_evaluations_lack_before_it_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check(*overrides: str) -> None:
+        config = load("miniature-sft").resolve(
+            ["rollout.engine=vllm", "evaluate.every=0", *overrides]
+        )
+        preflight.check_engine(config, CPUS)
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    neither = ("evaluate.at_start=false", "evaluate.at_end=false")
+    for one in neither:
+        with pytest.raises(ConfigError, match=r"setup\.sh --vllm") as refused:
+            check(one)
+        assert all(word in str(refused.value) for word in neither)
+    # What the message names last may also be said to a run that goes on.
+    assert "evaluate.*" in CHANGEABLE
+    check(*neither)
+    check("data.evaluate=[]")
+    check("rollout.engine=torch")
 
 
 def test_a_vllm_that_is_too_old_or_too_new_is_told_before_anything_is_started(
