@@ -219,7 +219,7 @@ def wants_vllm(config: Config, *, gpus: bool) -> bool:
 
 def check_engine(config: Config, placement: Placement) -> None:
     """Raises ``ConfigError`` if workers, or an offline run's evaluations, would be started with a vLLM that can't serve
-    them."""
+    them, or that can't divide the model among its ranks."""
     if not wants_vllm(config, gpus=placement.gpus > 0):
         return
     try:
@@ -231,6 +231,35 @@ def check_engine(config: Config, placement: Placement) -> None:
             f"{error}; or do without the evaluations before and after the training: evaluate.at_start=false "
             f"evaluate.at_end=false"
         ) from None
+    _require_equal_ranks(config, gpus=placement.gpus > 0)
+
+
+def _require_equal_ranks(config: Config, *, gpus: bool) -> None:
+    """Checks that each tensor-parallel rank of vLLM gets as many of the model's attention heads as the others."""
+    from ...rollout.engines import ranks
+
+    count, shape = (
+        ranks(config.rollout, gpus=gpus)["tensor_parallel_size"],
+        shape_of(config.model.path),
+    )
+    if shape is None:
+        return
+    # Where there are fewer heads of keys and values than ranks, vLLM copies them.
+    possible = [
+        number
+        for number in range(1, shape.heads + 1)
+        if not shape.heads % number
+        and not max(number, shape.kv_heads) % min(number, shape.kv_heads)
+    ]
+    if count in possible:
+        return
+    args = config.rollout.vllm.args if config.rollout.vllm is not None else {}
+    given = "tensor_parallel_size" in args
+    key = "rollout.vllm.args.tensor_parallel_size" if given else "rollout.gpus_per_worker"
+    raise ConfigError(
+        f"{key}: {count} ranks of vLLM can't share {config.model.path}, which has {shape.heads} attention heads and "
+        f"{shape.kv_heads} of keys and values: make it one of {', '.join(map(str, possible))}"
+    )
 
 
 def check_kernels(config: Config, placement: Placement) -> None:

@@ -181,6 +181,30 @@ def test_a_vllm_that_is_too_old_or_too_new_is_told_before_anything_is_started(
     preflight.check_engine(auto, ONE_GPU)
 
 
+def test_ranks_that_cannot_share_the_models_heads_are_told_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_version, "installed", lambda: True)
+    monkeypatch.setattr(vllm_version, "found", lambda: ("vllm", "0.28.0"))
+
+    def check(each: int, *overrides: str) -> None:
+        # 28 attention heads, and 4 of keys and values.
+        words = [f"rollout.gpus_per_worker={each}", "rollout.workers=1", *overrides]
+        config = load("qwen2.5-math-7b-luffy-8gpu").resolve(words)
+        preflight.check_engine(config, placement.placed(config, range(40)))
+
+    for each in (1, 2, 4, 28):
+        check(each)
+    for each in (3, 7, 8):
+        told = rf"rollout\.gpus_per_worker: {each} ranks .* 28 attention .* one of 1, 2, 4, 28$"
+        with pytest.raises(ConfigError, match=told):
+            check(each)
+    check(8, "rollout.vllm.args={pipeline_parallel_size: 2}")
+    check(3, "rollout.engine=torch")
+    with pytest.raises(ConfigError, match=r"makes 2 ranks, and rollout\.gpus_per_worker is 1"):
+        check(1, "rollout.vllm.args={tensor_parallel_size: 2}")
+
+
 def test_an_attention_that_this_host_cannot_run_is_told_before_anything_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
