@@ -14,6 +14,7 @@ from tandem.launch.cli import main
 from tandem.launch.plan import memory
 from tandem.launch.plan.hardware import machine
 from tandem.launch.plan.placement import place
+from tandem.launch.plan.node import KINDS
 from tandem.launch.plan.sizes import TABLE
 from tandem.launch.run.opened.opening import open_folder
 from tandem.launch.run.opened.presets import load
@@ -287,7 +288,7 @@ def test_the_plan_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(learner["bytes"].values()) == learner["total_bytes"]
     both = learner["total_bytes"] + rollout["total_bytes"]
     assert plan["gpus"]["0"]["total_bytes"] == both
-    assert plan["gpus"]["0"]["share"] == both / (24 << 30)
+    assert plan["gpus"]["0"]["share"] == both / KINDS["A10"].memory
     assert plan["estimate"] is True
     assert plan["model"]["parameters"] == 494_032_768
     found = plan["step"]["simulated"]
