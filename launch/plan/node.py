@@ -76,7 +76,8 @@ def node(
     kind: str | None = None,
     memory_gb: float | None = None,
 ) -> Node:
-    """The node to plan for: as given, else this machine's GPUs, else as many H100 as are needed.
+    """The node to plan for: as given, else GPUs like this machine's, else H100; as many as are needed, or more if there
+    are more here.
 
     Raises:
         ConfigError: the kind of GPU is unknown, or a number isn't possible.
@@ -96,7 +97,7 @@ def node(
             kind=planned.kind if named else f"{machine.gpus[0].name} (taken for an H100)",
             memory=machine.gpus[0].memory_mb << 20,
         )
-        count = len(machine.gpus)
+        count = max(needed, len(machine.gpus))
     if memory_gb is not None:
         planned = replace(planned, memory=int(memory_gb * GB))
     return replace(planned, gpus=count if gpus is None else gpus)

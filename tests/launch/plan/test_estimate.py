@@ -710,10 +710,13 @@ def test_without_gpus_here_as_many_h100_as_are_needed_are_planned_for() -> None:
     assert (found.gpus, found.kind, found.memory) == (8, "H100", 80 * GB)
 
 
-def test_this_machines_gpus_are_taken_as_they_are() -> None:
+def test_gpus_like_this_machines_are_planned_for_and_at_least_as_many_as_are_needed() -> None:
     here = machine(Gpu(index=0, name="NVIDIA A100-SXM4-40GB", memory_mb=40_960))
     found = node(here, needed=8)
-    assert (found.gpus, found.kind, found.memory) == (1, "A100-40", 40_960 << 20)
+    assert (found.gpus, found.kind, found.memory) == (8, "A100-40", 40_960 << 20)
+    assert node(here, needed=8, gpus=1).gpus == 1
+    two = machine(*(Gpu(index=i, name="NVIDIA H100", memory_mb=81_559) for i in range(2)))
+    assert node(two, needed=1).gpus == 2
     other = node(machine(Gpu(index=0, name="NVIDIA Z9", memory_mb=1)), needed=1)
     assert other.kind == "NVIDIA Z9 (taken for an H100)"
 
