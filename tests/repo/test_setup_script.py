@@ -651,15 +651,6 @@ def test_waiting_for_another_set_up_has_an_end(
     assert machine.calls() == []
 
 
-def test_an_environment_that_no_longer_starts_is_made_anew(machine: Machine) -> None:
-    machine.run()
-    (machine.venv / "bin/python").write_text("#!/nowhere/python\n")
-    (machine.venv / ".tandem-setup").unlink()
-    code, output = machine.run()
-    assert code == 0, output
-    assert "no longer starts" in output
-
-
 @pytest.mark.parametrize("spelled", ["repo", "link"])
 def test_an_active_environment_is_made_anew_by_what_is_outside_of_it(
     machine: Machine, spelled: str
@@ -704,6 +695,15 @@ def test_a_set_up_that_is_killed_before_it_empties_an_environment_is_resumed_by_
     code, output = machine.run()
     assert code == 0, output
     assert any(f"-m venv {machine.venv}" in call for call in machine.calls())
+
+
+def test_an_environment_that_no_longer_starts_is_made_anew(machine: Machine) -> None:
+    machine.run()
+    (machine.venv / "bin/python").write_text("#!/nowhere/python\n")
+    (machine.venv / ".tandem-setup").unlink()
+    code, output = machine.run()
+    assert code == 0, output
+    assert "no longer starts" in output
 
 
 def test_a_repository_that_was_moved_gets_its_environment_anew(machine: Machine) -> None:
