@@ -686,10 +686,12 @@ def test_a_set_up_that_is_killed_before_it_empties_an_environment_is_resumed_by_
 ) -> None:
     machine.run()
     machine.command("nvidia-smi", NVIDIA_SMI)
-    real = machine.folder / "unix/mv"
-    stand_in = machine.command("mv", f'#!/usr/bin/env bash\n{real} "$@"\nkill -9 "$PPID"\n')
+    real = machine.folder / "unix/rm"
+    kills = 'case "$*" in */.tandem-setup) kill -9 "$PPID" ;; esac'
+    stand_in = machine.command("rm", f'#!/usr/bin/env bash\n{real} "$@"\n{kills}\n')
     assert machine.run()[0] == -signal.SIGKILL
     assert (machine.venv / ".tandem-setup.unfinished").exists()
+    assert (machine.venv / "bin/python").exists()
     stand_in.unlink()
     machine.calls()
     code, output = machine.run()
