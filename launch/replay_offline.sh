@@ -6,8 +6,8 @@ usage() {
   cat <<'TEXT'
 usage: bash launch/replay_offline.sh [PRESET] [key=value ...]
 
-Sets up .venv where that is not done yet (launch/setup.sh --no-vllm), then runs `tandem offline` with
-the same arguments: the learner alone, on an archive of stored groups and expert traces.
+Sets up .venv where that is not done yet (launch/setup.sh), then runs `tandem offline` with the same
+arguments: the learner alone, on an archive of stored groups and expert traces.
 
   PRESET       the name of a file in launch/configs, or the path of your own .yaml
   key=value    any setting; `tandem config` lists them with their meaning
@@ -21,5 +21,5 @@ for argument in "$@"; do
   case "$argument" in -h | --help) usage; exit 0 ;; esac
 done
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)" || exit 1
-bash "$root/launch/setup.sh" --no-vllm >&2 || exit $?
+bash "$root/launch/setup.sh" >&2 || exit $?
 exec "${TANDEM_VENV:-$root/.venv}/bin/tandem" offline "$@"

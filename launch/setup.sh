@@ -69,6 +69,17 @@ started=$SECONDS
 unset PYTHONHOME VIRTUAL_ENV
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
+# Making the environment again removes its own Python and uv, so neither may do it; activating it puts them first on PATH.
+outside=""
+set -f
+IFS=:
+for folder in $PATH; do
+  [ "$folder" -ef "$venv/bin" ] || outside="$outside:$folder"
+done
+unset IFS
+set +f
+PATH="${outside#:}"
+
 say() { echo "set-up: $*"; }
 stop() { # a message of one or more lines; then the end
   printf 'set-up: %s\n' "$@" >&2
@@ -124,7 +135,7 @@ has() { # is word $2 among the words $1
 }
 
 is_done() {
-  [ -f "$stamp" ] && [ -x "$python" ] && [ -x "$venv/bin/tandem" ] || return 1
+  [ -f "$stamp" ] && [ -f "$venv/pyvenv.cfg" ] && [ -x "$python" ] && [ -x "$venv/bin/tandem" ] || return 1
   [ "$(stamp_line key)" = "$key" ] || return 1
   if [ -n "${TANDEM_PYTHON:-}" ]; then
     [ "$(stamp_line base)" = "$TANDEM_PYTHON" ] || return 1
@@ -247,6 +258,8 @@ try_python() { # sets base and base_version where $1 runs, has a version that fi
 find_python() {
   local name path
   if [ -n "${TANDEM_PYTHON:-}" ]; then
+    [ "$(dirname "$TANDEM_PYTHON")" -ef "$venv/bin" ] &&
+      stop "TANDEM_PYTHON=$TANDEM_PYTHON is in the environment that it would make again: name a Python outside $venv"
     try_python "$TANDEM_PYTHON" && return 0
   else
     for name in python3.12 python3.11 python3.13 python3; do
@@ -255,12 +268,12 @@ find_python() {
         try_python "$path" && return 0
       done
     done
-    # uv knows Pythons that aren't on PATH, and can fetch one.
+    # uv knows Pythons that aren't on PATH, and can fetch one. With --system it finds none of a .venv in this folder.
     if [ -n "$uv" ]; then
-      path="$("$uv" python find '>=3.11,<3.14' 2>/dev/null </dev/null)" && try_python "$path" && return 0
+      path="$("$uv" python find --system '>=3.11,<3.14' 2>/dev/null </dev/null)" && try_python "$path" && return 0
       say "no Python 3.11, 3.12 or 3.13 on PATH: uv is asked for 3.12"
       "$uv" python install 3.12 >&2 </dev/null &&
-        path="$("$uv" python find 3.12 2>/dev/null </dev/null)" && try_python "$path" && return 0
+        path="$("$uv" python find --system 3.12 2>/dev/null </dev/null)" && try_python "$path" && return 0
     fi
   fi
   # Triton compiles with Python's headers, which Debian keeps apart.
@@ -395,6 +408,8 @@ fi
 
 # From here until the stamp is written the environment counts as unfinished. What it is for stays known, since a host
 # without GPUs may be the next to see it.
+# One that is to be made again stops being an environment first: should this set-up be killed, the next one makes it again.
+[ "$remake" = yes ] && rm -f "$venv/pyvenv.cfg"
 if [ -n "$(stamp_line root)" ]; then
   {
     echo "extras: $(stamp_line extras)"
@@ -408,7 +423,7 @@ fi
 
 if [ "$remake" = yes ]; then
   # Only what an environment consists of; never the folder itself, whose name the user may have mistyped.
-  (cd "$venv" && rm -rf ./bin ./lib ./lib64 ./include ./share ./pyvenv.cfg) || stop "$venv cannot be emptied: check its permissions"
+  (cd "$venv" && rm -rf ./bin ./lib ./lib64 ./include ./share) || stop "$venv cannot be emptied: check its permissions"
   : >"$log"
   : >"$made"
   if [ -n "$uv" ]; then

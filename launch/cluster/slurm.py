@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -70,7 +71,8 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
     preset = job.preset if preset_text is None else f"{here}/{PRESET}"
     head_words = ["start", preset, "--head", *job.overrides]
     if not any(word.startswith("run.dir=") for word in job.overrides):
-        head_words.append(f"run.dir={run}")
+        # Quoted, since YAML reads some names otherwise than they are written.
+        head_words.append(f"run.dir={json.dumps(run, ensure_ascii=False)}")
     own_bind = job.config.launch.bind == LaunchConfig().bind and not any(
         word.startswith("launch.bind=") for word in job.overrides
     )

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--splits",
         action="store_true",
-        help="every split of the GPUs between learner and engines, at every staleness bound from 0 to 8",
+        help="every split of the GPUs between learner and engines, at every staleness bound from 0 to 8 that the preset allows",
     )
     parser.add_argument(
         "--measure",

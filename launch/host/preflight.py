@@ -12,8 +12,8 @@ from ...common.errors import ConfigError, DataError
 from ...common.hub import TOKENIZER_FILES, has_tokenizer
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
-from ..plan.placement import Placement, place, trackers_of, workers_of
-from ..plan.sizes import shape_of, trained
+from ..plan.placement import Placement, place, samples_here, trackers_of, workers_of
+from ..plan.sizes import safetensors_of, shape_of, trained
 from ..wording import human, shown_python
 from .environments import check_environments
 from .servers import check_servers
@@ -209,13 +209,57 @@ def check_optimizers(config: Config) -> None:
             )
 
 
-def check_engine(config: Config, placement: Placement) -> None:
-    """Raises ``ConfigError`` if workers would be started with a vLLM that can't serve them."""
+def wants_vllm(config: Config, *, gpus: bool) -> bool:
+    """Whether a process that is started here makes a vLLM engine, which ``auto`` is where there is a GPU and vLLM
+    is installed."""
     engine = config.rollout.engine
-    # What `auto` resolves to in a worker: vLLM if it is installed and there is a GPU.
-    chosen = engine == "auto" and any(placement.rollout) and vllm_version.installed()
-    if workers_of(config) and (chosen or engine == "vllm"):
+    chosen = engine == "auto" and gpus and vllm_version.installed()
+    return samples_here(config) and (chosen or engine == "vllm")
+
+
+def check_engine(config: Config, placement: Placement) -> None:
+    """Raises ``ConfigError`` if workers, or an offline run's evaluations, would be started with a vLLM that can't serve
+    them, or that can't divide the model among its ranks."""
+    if not wants_vllm(config, gpus=placement.gpus > 0):
+        return
+    try:
         vllm_version.require()
+    except ConfigError as error:
+        if workers_of(config):
+            raise
+        raise ConfigError(
+            f"{error}; or do without the evaluations before and after the training: evaluate.at_start=false "
+            f"evaluate.at_end=false"
+        ) from None
+    _require_equal_ranks(config, gpus=placement.gpus > 0)
+
+
+def _require_equal_ranks(config: Config, *, gpus: bool) -> None:
+    """Checks that each tensor-parallel rank of vLLM gets as many of the model's attention heads as the others."""
+    from ...rollout.engines import ranks
+
+    count, shape = (
+        ranks(config.rollout, gpus=gpus)["tensor_parallel_size"],
+        shape_of(config.model.path),
+    )
+    if shape is None:
+        return
+    # Where there are fewer heads of keys and values than ranks, vLLM copies them.
+    possible = [
+        number
+        for number in range(1, shape.heads + 1)
+        if not shape.heads % number
+        and not max(number, shape.kv_heads) % min(number, shape.kv_heads)
+    ]
+    if count in possible:
+        return
+    args = config.rollout.vllm.args if config.rollout.vllm is not None else {}
+    given = "tensor_parallel_size" in args
+    key = "rollout.vllm.args.tensor_parallel_size" if given else "rollout.gpus_per_worker"
+    raise ConfigError(
+        f"{key}: {count} ranks of vLLM can't share {config.model.path}, which has {shape.heads} attention heads and "
+        f"{shape.kv_heads} of keys and values: make it one of {', '.join(map(str, possible))}"
+    )
 
 
 def check_kernels(config: Config, placement: Placement) -> None:
@@ -288,7 +332,15 @@ def check_ports(config: Config, ports: range) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    return sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    """The files that hold a folder's model.
+
+    Raises:
+        DataError: its index can't be read.
+    """
+    files = safetensors_of(path)
+    if files is None:  # Whoever loads the model says which is missing.
+        files = sorted(path.glob("*.safetensors"))
+    return files or sorted(path.glob("pytorch_model*.bin"))
 
 
 def disk_needed(config: Config, model: Path | None, parameters: int = 0) -> int:

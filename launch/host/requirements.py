@@ -15,8 +15,7 @@ from ...common.disk import free_bytes
 from ...common.errors import TandemError
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
-from ..plan.memory import uses_vllm
-from ..plan.placement import gpus_needed, place, trackers_of, workers_of
+from ..plan.placement import gpus_needed, place, trackers_of
 from ..plan.sizes import local_folder, shape_of, too_long
 from ..wording import human, shown_python
 from . import surroundings
@@ -25,6 +24,7 @@ from .preflight import (
     check_model,
     disk_needed,
     eight_bit,
+    wants_vllm,
 )
 from .surroundings import Finding, pip, setup, version
 
@@ -107,8 +107,7 @@ def _gpus(config: Config, machine: Machine) -> list[Finding]:
 
 
 def _packages(config: Config, machine: Machine) -> list[Finding]:
-    gpus = on_gpus(config, machine)
-    vllm = uses_vllm(config, "cuda" if gpus else "cpu")
+    vllm = wants_vllm(config, gpus=on_gpus(config, machine))
     flash = config.model.attention == "flash_attention_2"
     trackers = trackers_of(config)
     wanted: list[tuple[str, str, str, bool, str]] = [
@@ -116,7 +115,13 @@ def _packages(config: Config, machine: Machine) -> list[Finding]:
         ("transformers", "transformers", "models and tokenizers", True, setup()),
         ("deepspeed", "deepspeed", "the learner", True, setup("--role learner")),
         ("math-verify", "math_verify", "grading", config.learner.source == "ledger", setup()),
-        ("vllm", "vllm", "rollout.engine=vllm", vllm, setup("--vllm")),
+        (
+            "vllm",
+            "vllm",
+            "rollout.engine=vllm; auto takes the torch engine without it",
+            vllm,
+            setup("--vllm"),
+        ),
         (
             "flash-attn",
             "flash_attn",
@@ -165,8 +170,8 @@ def _packages(config: Config, machine: Machine) -> list[Finding]:
 
 
 def _compiler(config: Config, machine: Machine) -> list[Finding]:
-    compiled = config.model.kernels == "liger" or (workers_of(config) and uses_vllm(config, "cuda"))
-    return surroundings.compiler(needed=on_gpus(config, machine) and bool(compiled))
+    compiled = config.model.kernels == "liger" or wants_vllm(config, gpus=True)
+    return surroundings.compiler(needed=on_gpus(config, machine) and compiled)
 
 
 def _addresses(config: Config) -> list[Finding]:

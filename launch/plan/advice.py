@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ...common.config import build
+from ...common.config.checks.choices import why_not_started
 from ...common.errors import TandemError
 from ..wording import human
 from . import memory
 from .hardware import machine
+from .placement import gpus_needed
 from .sizes import shape_of
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ def advice(config: Config, role: str) -> Sequence[str]:
     none if the model's sizes aren't known."""
     gpus = machine().gpus if config.launch.gpus != "none" else ()
     device, size = ("cuda", gpus[0].memory_mb << 20) if gpus else ("cpu", 0)
-    found = ways_out(config, role, device, size)
+    found = ways_out(config, role, device, size, len(gpus))
     if not found:
         return ()
     listed = ", ".join(f"{setting} ({human(freed)})" for setting, freed in found)
@@ -36,21 +38,24 @@ def advice(config: Config, role: str) -> Sequence[str]:
     )
 
 
-def ways_out(config: Config, role: str, device: str, size: int) -> list[tuple[str, int]]:
+def ways_out(config: Config, role: str, device: str, size: int, gpus: int) -> list[tuple[str, int]]:
     """Settings with the bytes that each alone would free of one process, most first.
 
-    Settings that the config refuses, or that free nothing on this device, are left out.
+    Settings with which no run would be started, that take more GPUs than there are, or that free nothing on this
+    device, are left out.
 
     Args:
         config: the run's config.
         role: ``learner`` or ``rollout``.
         device: ``cuda`` or ``cpu``.
         size: bytes of one GPU.
+        gpus: number of GPUs here; a run over several hosts may have more.
     """
     try:
         before = _held(config, role, device, size)
     except TandemError:
         return []
+    most = max(gpus, gpus_needed(config))
     found = []
     for setting in _learner(config, device) if role == "learner" else _rollout(config, device):
         try:
@@ -58,6 +63,8 @@ def ways_out(config: Config, role: str, device: str, size: int) -> list[tuple[st
             freed = before - _held(changed, role, device, size)
         except TandemError:
             continue  # It doesn't go with the other settings.
+        if gpus_needed(changed) > most or why_not_started(changed, anew=False):
+            continue
         if freed >= LEAST_BYTES:
             found.append((setting, freed))
     return sorted(found, key=lambda one: -one[1])[:MOST]

@@ -35,7 +35,7 @@ class Node:
         if not self.gpus:
             return "CPUs"
         return (
-            f"{self.gpus} x {self.kind}, {self.memory / GB:.0f} GB, "
+            f"{self.gpus} x {self.kind}, {self.memory / GB:.3g} GB, "
             f"{self.flops / 1e12:.0f} TFLOP/s bf16, {self.bandwidth / 1e9:,.0f} GB/s"
         )
 
@@ -56,15 +56,16 @@ KINDS: dict[str, Node] = {
     "H200": _kind("H200", 141, 989, 4800, 450),
     "A100": _kind("A100", 80, 312, 2039, 300),
     "A100-40": _kind("A100-40", 40, 312, 1555, 300),
-    "L40S": _kind("L40S", 48, 362, 864, 32),
-    "L40": _kind("L40", 48, 181, 864, 32),
-    "A10": _kind("A10", 24, 125, 600, 32),
-    "A10G": _kind("A10G", 24, 70, 600, 32),
-    "L4": _kind("L4", 24, 121, 300, 32),
+    "L40S": _kind("L40S", 45, 362, 864, 32),
+    "L40": _kind("L40", 45, 181, 864, 32),
+    "A10": _kind("A10", 22.5, 125, 600, 32),
+    "A10G": _kind("A10G", 22.5, 70, 600, 32),
+    "L4": _kind("L4", 22.5, 121, 300, 32),
     "RTX4090": _kind("RTX4090", 24, 165, 1008, 32),
 }
 """NVIDIA's data sheets (SXM if there are two): GB, dense bf16 TFLOP/s, GB/s of memory, and
-GB/s one way over NVLink, or over PCIe 4.0 x16 if there is no NVLink."""
+GB/s one way over NVLink, or over PCIe 4.0 x16 if there is no NVLink. Where error correction takes a part of the memory,
+as on those of 24 and 48 GB for servers, it is what nvidia-smi shows as the total."""
 
 
 def node(
@@ -75,7 +76,8 @@ def node(
     kind: str | None = None,
     memory_gb: float | None = None,
 ) -> Node:
-    """The node to plan for: as given, else this machine's GPUs, else as many H100 as are needed.
+    """The node to plan for: as given, else GPUs like this machine's, else H100; as many as are needed, or more if there
+    are more here.
 
     Raises:
         ConfigError: the kind of GPU is unknown, or a number isn't possible.
@@ -95,7 +97,7 @@ def node(
             kind=planned.kind if named else f"{machine.gpus[0].name} (taken for an H100)",
             memory=machine.gpus[0].memory_mb << 20,
         )
-        count = len(machine.gpus)
+        count = max(needed, len(machine.gpus))
     if memory_gb is not None:
         planned = replace(planned, memory=int(memory_gb * GB))
     return replace(planned, gpus=count if gpus is None else gpus)

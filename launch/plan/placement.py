@@ -47,6 +47,19 @@ def workers_of(config: Config) -> int:
     return min(1, config.rollout.workers) if config.evaluate.every else 0
 
 
+def evaluates_offline(config: Config) -> bool:
+    """Whether an offline run is evaluated before or after its training, in processes of ``tandem evaluate``."""
+    if config.learner.source == "ledger" or not config.data.evaluate:
+        return False
+    return config.evaluate.at_start or config.evaluate.at_end
+
+
+def samples_here(config: Config) -> bool:
+    """Whether a process that is started here makes an engine: a rollout worker, or an evaluation of an offline
+    run."""
+    return workers_of(config) > 0 or evaluates_offline(config)
+
+
 def learner_threads(config: Config, *, on_gpu: bool, cores: int) -> int:
     """CPU threads of one rank of the learner: ``learner.threads``, or what the host's workers leave idle.
 

@@ -5,7 +5,7 @@ Nothing is started, written or downloaded, and no GPU is needed to plan for one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -306,15 +306,13 @@ def _problems(
     if device != "cuda":
         return
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    set_to = memory.vllm_setting(config, "kv_cache_mb", None)
-    room = "rollout.vllm." + ("gpu_memory_utilization" if set_to is None else "kv_cache_mb")
     for one in planned:
         if one.name.startswith("rollout") and one.holding is not None:
             if one.holding.cache_tokens < longest:
                 yield (
                     f"{one.name}: weights and workspace leave room for "
                     f"{one.holding.cache_tokens:,} tokens in the KV cache, and one row may have "
-                    f"{longest:,}: raise {room}, lower "
+                    f"{longest:,}: raise {_cache_setting(config, device)}, lower "
                     f"rollout.max_new_tokens, or take larger GPUs"
                 )
             break
@@ -324,9 +322,28 @@ def _problems(
             totals[gpu] = totals.get(gpu, 0) + (one.holding.total if one.holding else 0)
     for gpu, total in totals.items():
         if total > node.memory:
-            yield (
-                f"GPU {gpu} would hold {human(total)} of {human(node.memory)}: lower "
-                f"learner.micro_batch_tokens or {room}, set "
-                f"learner.gradient_checkpointing=true, raise learner.zero_stage or "
-                f"learner.ranks, or take larger GPUs"
-            )
+            names = [one.name for one in planned if gpu in one.gpus]
+            ways = ", ".join([*_room_on(config, names, device), "or take larger GPUs"])
+            yield f"GPU {gpu} would hold {human(total)} of {human(node.memory)}: {ways}"
+
+
+def _cache_setting(config: Config, device: str) -> str:
+    """The setting that an engine's memory for keys and values follows."""
+    if not memory.uses_vllm(config, device):
+        return "rollout.groups_per_batch"
+    set_to = memory.vllm_setting(config, "kv_cache_mb", None)
+    return "rollout.vllm." + ("gpu_memory_utilization" if set_to is None else "kv_cache_mb")
+
+
+def _room_on(config: Config, names: Sequence[str], device: str) -> Iterable[str]:
+    """What makes room on a GPU for the processes that are on it."""
+    learner = any(name.startswith("learner") for name in names)
+    engine = any(name.startswith("rollout") for name in names)
+    lowered = ["learner.micro_batch_tokens"] * learner + [_cache_setting(config, device)] * engine
+    yield f"lower {' or '.join(lowered)}"
+    if learner and not config.learner.gradient_checkpointing:
+        yield "set learner.gradient_checkpointing=true"
+    if learner:
+        yield "raise learner.zero_stage or learner.ranks"
+    elif memory.uses_vllm(config, device):
+        yield "raise rollout.gpus_per_worker"

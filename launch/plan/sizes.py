@@ -338,21 +338,36 @@ def _is_extent(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**40
 
 
+def safetensors_of(folder: Path) -> list[Path] | None:
+    """The files of a folder that hold its model: those of its index, else ``model*.safetensors``, else all.
+
+    Others beside them hold the same weights again, as Mistral's ``consolidated.safetensors`` does. None if the index
+    lists one that isn't there.
+
+    Raises:
+        DataError: the index can't be read.
+    """
+    files = {file.name: file for file in sorted(folder.glob("*.safetensors"))}
+    own = [name for name in files if name.startswith("model")]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        listed = read_object(index.read_bytes(), str(index), DataError, WAY_OUT).get("weight_map")
+        wanted = set(map(str, listed.values())) if isinstance(listed, dict) else set()
+        if not wanted <= files.keys():
+            return None
+        own = sorted(wanted) or own
+    return [files[name] for name in own or files]
+
+
 def count_parameters(folder: Path) -> int | None:
-    """Number of elements of all tensors in a folder's safetensors files, read from their headers.
+    """Number of elements of all tensors of a folder's model, read from the headers of its safetensors files.
 
     None if there are none, or if a download is incomplete.
 
     Raises:
         DataError: a file isn't safetensors.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        listed = read_object(index.read_bytes(), str(index), DataError, WAY_OUT).get("weight_map")
-        wanted = set(map(str, listed.values())) if isinstance(listed, dict) else set()
-        if not wanted <= {file.name for file in files}:
-            return None
+    files = safetensors_of(folder)
     if not files:
         return None
     total = 0

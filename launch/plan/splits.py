@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...common.config import Config
 
 BOUNDS = range(9)
-"""Staleness bounds that are tried."""
+"""Staleness bounds that are tried. Where a run takes fresh samples alone, it is 0."""
 FULL = 3
 """A worker leases this many times as many groups as have slots at once: a group keeps its place
 until its longest sample has ended, while the others' slots are free for the next groups."""
@@ -52,6 +52,8 @@ class Split:
             "ranks": self.ranks,
             "workers": self.workers,
             "max_staleness": self.staleness,
+            "window": self.plan.config.replay.window,
+            "weights_every": self.plan.config.weights.every,
             "groups_per_batch": rollout.groups_per_batch,
             "groups_ahead": rollout.groups_ahead,
             "fits": self.fits,
@@ -66,7 +68,11 @@ class Split:
 
 
 def splits(
-    name: str, config: Config, node: Node, bounds: Sequence[int] = BOUNDS, **lengths: float | None
+    name: str,
+    config: Config,
+    node: Node,
+    bounds: Sequence[int] | None = None,
+    **lengths: float | None,
 ) -> list[Split]:
     """Plans and simulates every split of a node, with leases that keep its engines busy.
 
@@ -74,7 +80,7 @@ def splits(
         name: name of the preset.
         config: the resolved config; its own split and bound are among those that are tried.
         node: the node with its GPUs.
-        bounds: the staleness bounds to try.
+        bounds: the staleness bounds to try; None = :data:`BOUNDS`, or 0 alone if the run takes fresh samples alone.
         **lengths: lengths as for :func:`~.planning.make`.
 
     Raises:
@@ -93,6 +99,9 @@ def splits(
             f"--splits divides the GPUs of one node, and learner.hosts={config.learner.hosts} spreads the learner "
             f"over several: set learner.hosts=1"
         )
+    if bounds is None:
+        fresh = config.learner.objective.fresh_only or config.run.deterministic
+        bounds = BOUNDS[:1] if fresh else BOUNDS
     found: list[Split] = []
     for ranks, workers in shares(node.gpus, config.rollout.gpus_per_worker):
         bound_by: Simulated | None = None
@@ -117,6 +126,8 @@ def _plan(name: str, config: Config, node: Node, lengths: Mapping[str, float | N
             f"--splits needs the sizes of {config.model.path}, which are neither on this machine nor "
             f"in the table of well-known models: fetch the model first"
         )
+    if config.run.deterministic:
+        return plan  # It says itself how many groups are leased.
     batch, ahead = leases(config, plan.scenario.slots)
     config = _with(config, "rollout", groups_per_batch=batch, groups_ahead=ahead)
     return make(name, config, node, placement, **lengths)

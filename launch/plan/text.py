@@ -227,10 +227,16 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
     if not possible:
         return [*lines, "no split fits"]
     best = min(possible, key=lambda split: split.simulated.step)
-    rollout = best.plan.config.rollout
+    before, changed = plan.config, best.plan.config
+    rollout, further = changed.rollout, ""
+    # A lower bound may need these lowered too.
+    if changed.replay.window != before.replay.window:
+        further += f"replay.window={changed.replay.window} "
+    if changed.weights.every != before.weights.every:
+        further += f"weights.every={changed.weights.every} "
     lines.append(
         f"fastest: learner.ranks={best.ranks} rollout.workers={best.workers} "
-        f"replay.max_staleness={best.staleness} rollout.groups_per_batch="
+        f"replay.max_staleness={best.staleness} {further}rollout.groups_per_batch="
         f"{rollout.groups_per_batch} rollout.groups_ahead={rollout.groups_ahead}, about "
         f"{_seconds(best.simulated.step)}"
     )

@@ -115,7 +115,7 @@ def processes(plan: Plan, folder: RunFolder, placement: Placement) -> list[str]:
     lines = ["processes"]
     if plan.device == "cuda":
         lines[0] += f" (memory on paper, for GPUs like {plan.node.kind}, "
-        lines[0] += f"{plan.node.memory / (1 << 30):.0f} GB)"
+        lines[0] += f"{plan.node.memory / (1 << 30):.3g} GB)"
     for planned, spec in zip(plan.processes, specs(plan.config, folder, placement), strict=True):
         about = ", ".join(_about(plan, planned, spec.threads))
         lines.append(f"  {planned.name:<11} {about}")

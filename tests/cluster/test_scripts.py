@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tandem.common.config.reading.loading import parse_override
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import read_join
 from tandem.launch.cli import dispatch
@@ -139,6 +140,19 @@ def test_draining_fits_into_the_grace_and_begins_long_before_the_time_limit(
     assert f" --drain {drain} " in made["rollout.sbatch"]
     for text in made.values():
         assert int(asked(text)["signal"].removeprefix("B:USR1@")) >= int(drain) + 60
+
+
+def test_the_runs_folder_reaches_the_head_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("plain", "a: b", "a #b", 'two "words"', "é"):
+        here = tmp_path / name
+        here.mkdir()
+        monkeypatch.chdir(here)
+        lines = scripts(here / "out")["head.sbatch"].splitlines()
+        words = shlex.split(next(line for line in lines if line.startswith('"${tandem[@]}"')))
+        given = next(word for word in words if word.startswith("run.dir="))
+        assert parse_override(given) == ("run.dir", f"{here}/runs/miniature")
 
 
 def test_a_container_gets_the_folders_that_the_run_uses(tmp_path: Path):

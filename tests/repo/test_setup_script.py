@@ -349,7 +349,7 @@ def test_where_path_has_an_old_python_alone_uvs_is_used(machine: Machine, known:
     asked = f"""
 case "$*" in
   "python install 3.12") touch {managed}/there; exit ;;
-  "python find "*) [ -e {managed}/there ] && echo {managed}/python3.12; exit ;;
+  "python find --system "*) [ -e {managed}/there ] && echo {managed}/python3.12; exit ;;
 esac
 """
     machine.command("uv", UV + asked)
@@ -472,6 +472,15 @@ def test_a_gpu_host_gets_vllm_and_a_development_one_does_not_and_both_get_liger_
     assert machine.installs()[-1].endswith(
         "[bitsandbytes,dev,learner,liger,redis-server,reward,rollout,vllm]"
     )
+
+
+def test_on_a_gpu_host_an_offline_run_gets_the_vllm_that_its_evaluations_use(
+    machine: Machine,
+) -> None:
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    code, output = machine.run("some-preset", script="replay_offline.sh")
+    assert code == 0, output
+    assert machine.installs()[-1].endswith("vllm]")
 
 
 def test_an_image_for_gpus_is_made_where_there_are_none(machine: Machine) -> None:
@@ -640,6 +649,54 @@ def test_waiting_for_another_set_up_has_an_end(
     assert f"process {at_pip.pid}" in output
     assert "has held" in output
     assert machine.calls() == []
+
+
+@pytest.mark.parametrize("spelled", ["repo", "link"])
+def test_an_active_environment_is_made_anew_by_what_is_outside_of_it(
+    machine: Machine, spelled: str
+) -> None:
+    machine.run()
+    machine.calls()
+    (machine.folder / "link").symlink_to("repo")
+    for name in ("python3.12", "uv"):
+        shutil.copy(machine.venv / "bin/python", machine.venv / "bin" / name)
+    active = machine.folder / spelled / ".venv/bin"
+    machine.env["PATH"] = f"{active}:{machine.folder / 'bin'}:{machine.folder / 'unix'}"
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    code, output = machine.run()
+    assert code == 0, output
+    assert "making it again" in output
+    assert f"{machine.folder}/bin/python3.12 -m venv {machine.venv}" in machine.calls()
+
+
+def test_the_environments_own_python_cannot_be_named_to_make_it_again(machine: Machine) -> None:
+    machine.run()
+    own = machine.venv / "bin/python"
+    machine.env["TANDEM_PYTHON"] = str(own)
+    code, output = machine.run()
+    assert code == 1
+    assert f"name a Python outside {machine.venv}" in output
+    assert own.exists()
+    del machine.env["TANDEM_PYTHON"]
+    assert machine.run() == (0, "")
+
+
+def test_a_set_up_that_is_killed_before_it_empties_an_environment_is_resumed_by_making_it_again(
+    machine: Machine,
+) -> None:
+    machine.run()
+    machine.command("nvidia-smi", NVIDIA_SMI)
+    real = machine.folder / "unix/rm"
+    kills = 'case "$*" in */.tandem-setup) kill -9 "$PPID" ;; esac'
+    stand_in = machine.command("rm", f'#!/usr/bin/env bash\n{real} "$@"\n{kills}\n')
+    assert machine.run()[0] == -signal.SIGKILL
+    assert (machine.venv / ".tandem-setup.unfinished").exists()
+    assert (machine.venv / "bin/python").exists()
+    stand_in.unlink()
+    machine.calls()
+    code, output = machine.run()
+    assert code == 0, output
+    assert any(f"-m venv {machine.venv}" in call for call in machine.calls())
 
 
 def test_an_environment_that_no_longer_starts_is_made_anew(machine: Machine) -> None:

@@ -153,6 +153,31 @@ def test_a_package_is_missing_only_for_who_wants_it(
         assert state(*ppo, "learner.critic.optimizer.name=adamw_8bit") == "missing"
 
 
+def test_vllm_is_missing_only_where_something_here_samples_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = requirements.importlib.util.find_spec
+    monkeypatch.setattr(
+        requirements.importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "vllm" else real(name, *more),
+    )
+    two = replace(GPU, gpus=2 * GPU.gpus)
+
+    def state(*overrides: str, name: str = "miniature") -> str:
+        config = load(name).resolve(["launch.gpus=required", *overrides])
+        found = requirements.examine(config, two, tmp_path, beside=False)
+        return next(one.state for one in found if one.name == "vllm")
+
+    assert state("rollout.engine=vllm") == "missing"
+    assert state("rollout.engine=vllm", "rollout.workers=0") == "note"
+    # It takes the torch engine then.
+    assert state("rollout.engine=auto") == "note"
+    offline = ("rollout.engine=vllm", "evaluate.every=0", "evaluate.at_start=false")
+    assert state(*offline, name="miniature-sft") == "missing"
+    assert state(*offline, "evaluate.at_end=false", name="miniature-sft") == "note"
+
+
 @pytest.mark.parametrize(("setting", "state"), [("torch", "note"), ("vllm", "missing")])
 def test_a_vllm_of_another_version_is_told_with_the_command_that_mends_it(
     setting: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

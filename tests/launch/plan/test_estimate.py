@@ -12,6 +12,7 @@ from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.longest_pass import longest_pass
 from tandem.common.objectives import OBJECTIVES, reads
+from tandem.launch.host.preflight import weight_files
 from tandem.launch.plan import advice, memory, sizes, speed
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.plan.node import GB, KINDS, Node, node
@@ -103,6 +104,32 @@ def test_a_download_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     shape = shape_of("someone/some-model")
     assert shape is not None
     assert (shape.parameters, shape.source) == (SMALL.parameters, "config.json")
+
+
+def weights(path: Path, *sizes: int) -> None:
+    """A safetensors file whose header tells of tensors of these sizes."""
+    header = {
+        f"t{number}": {"dtype": "F32", "shape": [size], "data_offsets": [0, 0]}
+        for number, size in enumerate(sizes)
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def test_weights_that_lie_beside_the_model_again_are_counted_once(tmp_path: Path) -> None:
+    weights(tmp_path / "consolidated.safetensors", 100, 20)
+    assert sizes.count_parameters(tmp_path) == 120
+    weights(tmp_path / "model-00001-of-00002.safetensors", 100)
+    weights(tmp_path / "model-00002-of-00002.safetensors", 20)
+    assert sizes.count_parameters(tmp_path) == 120
+    names = {"t0": "first.safetensors", "t1": "second.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    weights(tmp_path / "first.safetensors", 100)
+    assert sizes.count_parameters(tmp_path) is None
+    weights(tmp_path / "second.safetensors", 20)
+    assert sizes.count_parameters(tmp_path) == 120
+    assert [file.name for file in weight_files(tmp_path)] == list(names.values())
 
 
 def test_kv_cache_of_a_token() -> None:
@@ -438,7 +465,7 @@ def test_on_a_gpu_the_cache_is_what_it_was_set_to() -> None:
 
 def test_what_frees_memory_of_vllm_on_a_gpu_is_what_its_cache_follows() -> None:
     def named(*overrides: str) -> set[str]:
-        found = advice.ways_out(config(*overrides), "rollout", "cuda", 48 * GB)
+        found = advice.ways_out(config(*overrides), "rollout", "cuda", 48 * GB, 2)
         return {setting.partition("=")[0] for setting, _ in found}
 
     share, size = "rollout.vllm.gpu_memory_utilization", "rollout.vllm.kv_cache_mb"
@@ -683,10 +710,13 @@ def test_without_gpus_here_as_many_h100_as_are_needed_are_planned_for() -> None:
     assert (found.gpus, found.kind, found.memory) == (8, "H100", 80 * GB)
 
 
-def test_this_machines_gpus_are_taken_as_they_are() -> None:
+def test_gpus_like_this_machines_are_planned_for_and_at_least_as_many_as_are_needed() -> None:
     here = machine(Gpu(index=0, name="NVIDIA A100-SXM4-40GB", memory_mb=40_960))
     found = node(here, needed=8)
-    assert (found.gpus, found.kind, found.memory) == (1, "A100-40", 40_960 << 20)
+    assert (found.gpus, found.kind, found.memory) == (8, "A100-40", 40_960 << 20)
+    assert node(here, needed=8, gpus=1).gpus == 1
+    two = machine(*(Gpu(index=i, name="NVIDIA H100", memory_mb=81_559) for i in range(2)))
+    assert node(two, needed=1).gpus == 2
     other = node(machine(Gpu(index=0, name="NVIDIA Z9", memory_mb=1)), needed=1)
     assert other.kind == "NVIDIA Z9 (taken for an H100)"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import families
 import pytest
@@ -162,6 +163,27 @@ def planned(found: Config, kind: str, gpus: int) -> planning.Plan:
         link=node.link,
     )
     return planning.make("p", found, paper, planning.for_node(found, paper))
+
+
+def test_what_makes_room_on_a_gpu_is_named_by_who_is_on_it() -> None:
+    def problems(name: str, *overrides: str) -> tuple[str, ...]:
+        found = config(name, "learner.gradient_checkpointing=false", *overrides)
+        tight = replace(KINDS["A10"], gpus=placement.gpus_needed(found), memory=8 << 30)
+        return planning.make("p", found, tight, planning.for_node(found, tight)).problems
+
+    torch = ("rollout.engine=torch", "rollout.groups_per_batch=64")
+    learner = (
+        "lower learner.micro_batch_tokens, set learner.gradient_checkpointing=true, raise learner.zero_stage or "
+        "learner.ranks, or take larger GPUs"
+    )
+    engine = "lower rollout.groups_per_batch, or take larger GPUs"
+    apart = problems("qwen2.5-math-1.5b-grpo-2gpu", *torch)
+    assert [one.partition(": ")[2] for one in apart] == [learner, engine]
+    shared = problems("qwen2.5-0.5b-grpo-1gpu", *torch)
+    both = "lower learner.micro_batch_tokens or rollout.groups_per_batch, set learner.grad"
+    assert both in shared[0]
+    shared = problems("qwen2.5-0.5b-grpo-1gpu")
+    assert "tokens or rollout.vllm.gpu_memory_utilization, set" in shared[-1]
 
 
 def test_engine_and_learner_share_the_one_gpu() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.common import models
-from tandem.common.config import Config
+from tandem.common.config import CHANGEABLE, Config
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.models import resolve
 from tandem.common.run_folder import RunFolder
@@ -142,6 +142,28 @@ def test_vllm_that_is_not_installed_is_told_before_anything_is_started(
     preflight.check_engine(load("miniature").resolve(["rollout.engine=auto"]), ONE_GPU)
 
 
+def test_an_offline_run_is_told_of_the_vllm_that_its_evaluations_lack_before_it_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check(*overrides: str) -> None:
+        config = load("miniature-sft").resolve(
+            ["rollout.engine=vllm", "evaluate.every=0", *overrides]
+        )
+        preflight.check_engine(config, CPUS)
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    neither = ("evaluate.at_start=false", "evaluate.at_end=false")
+    for one in neither:
+        with pytest.raises(ConfigError, match=r"setup\.sh --vllm") as refused:
+            check(one)
+        assert all(word in str(refused.value) for word in neither)
+    # What the message names last may also be said to a run that goes on.
+    assert "evaluate.*" in CHANGEABLE
+    check(*neither)
+    check("data.evaluate=[]")
+    check("rollout.engine=torch")
+
+
 def test_a_vllm_that_is_too_old_or_too_new_is_told_before_anything_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -157,6 +179,30 @@ def test_a_vllm_that_is_too_old_or_too_new_is_told_before_anything_is_started(
     preflight.check_engine(auto, CPUS)
     monkeypatch.setattr(vllm_version, "found", lambda: ("vllm", "0.28.0"))
     preflight.check_engine(auto, ONE_GPU)
+
+
+def test_ranks_that_cannot_share_the_models_heads_are_told_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_version, "installed", lambda: True)
+    monkeypatch.setattr(vllm_version, "found", lambda: ("vllm", "0.28.0"))
+
+    def check(each: int, *overrides: str) -> None:
+        # 28 attention heads, and 4 of keys and values.
+        words = [f"rollout.gpus_per_worker={each}", "rollout.workers=1", *overrides]
+        config = load("qwen2.5-math-7b-luffy-8gpu").resolve(words)
+        preflight.check_engine(config, placement.placed(config, range(40)))
+
+    for each in (1, 2, 4, 28):
+        check(each)
+    for each in (3, 7, 8):
+        told = rf"rollout\.gpus_per_worker: {each} ranks .* 28 attention .* one of 1, 2, 4, 28$"
+        with pytest.raises(ConfigError, match=told):
+            check(each)
+    check(8, "rollout.vllm.args={pipeline_parallel_size: 2}")
+    check(3, "rollout.engine=torch")
+    with pytest.raises(ConfigError, match=r"makes 2 ranks, and rollout\.gpus_per_worker is 1"):
+        check(1, "rollout.vllm.args={tensor_parallel_size: 2}")
 
 
 def test_an_attention_that_this_host_cannot_run_is_told_before_anything_is_started(

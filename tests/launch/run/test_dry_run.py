@@ -6,15 +6,18 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tandem.launch.cli import main
-from tandem.launch.plan import memory
+from tandem.launch.plan import memory, planning, text
 from tandem.launch.plan.hardware import machine
+from tandem.launch.plan.node import KINDS
 from tandem.launch.plan.placement import place
 from tandem.launch.plan.sizes import TABLE
+from tandem.launch.plan.splits import splits
 from tandem.launch.run.opened.opening import open_folder
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.processes import roles
@@ -231,10 +234,10 @@ def test_a_stage_that_begins_from_a_model_of_an_earlier_one_is_planned_with_what
     assert (code, err) == (0, "")
     _, *plans = re.split(r"^# (?:---- )?stage (.*)\n", out, flags=re.MULTILINE)
     assert plans[::2] == list(models)
-    for text, model in zip(plans[1::2], models.values(), strict=True):
-        assert "learner-0 " in text
+    for printed, model in zip(plans[1::2], models.values(), strict=True):
+        assert "learner-0 " in printed
         if words == ("plan",):
-            assert f"\nmodel {model}," in text
+            assert f"\nmodel {model}," in printed
 
 
 def test_splits_are_told_with_memory_time_and_who_waits(
@@ -254,6 +257,34 @@ def test_splits_are_told_with_memory_time_and_who_waits(
     told = json.loads(tandem(capsys, *words, "--json")[1])
     assert len(told) == 3 * 9
     assert {one["ranks"] + one["workers"] for one in told} == {4}
+
+
+def test_splits_keep_to_fresh_samples_where_the_run_needs_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--gpu", "H100", "--gpus", "2", "--splits", "--json")
+    two, unclipped = "qwen2.5-math-1.5b-grpo-2gpu", "learner.objective.name=reinforce"
+    fresh = ("replay.max_staleness=0", unclipped)
+    same = ("run.deterministic=true", "rollout.engine=torch")
+    for settings in (fresh, same):
+        told = json.loads(tandem(capsys, "plan", two, *settings, *words)[1])
+        assert [one["max_staleness"] for one in told] == [0]
+    # It fixes the leases, too.
+    assert (told[0]["groups_per_batch"], told[0]["groups_ahead"]) == (1, 0)
+
+
+def test_the_fastest_split_is_told_with_what_its_bound_lowers() -> None:
+    config = load("qwen2.5-math-1.5b-grpo-2gpu").resolve(["replay.window=3", "weights.every=2"])
+    on = replace(KINDS["H100"], gpus=2)
+    plan = planning.make("two", config, on, planning.for_node(config, on))
+
+    def fastest(bound: int) -> str:
+        lines = text.splits(plan, splits("two", config, on, [bound]))
+        return next(line for line in lines if line.startswith("fastest: "))
+
+    assert "replay.max_staleness=0 replay.window=1 weights.every=1 rollout." in fastest(0)
+    assert "replay.max_staleness=1 replay.window=2 rollout." in fastest(1)
+    assert "replay.max_staleness=2 rollout." in fastest(2)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +318,7 @@ def test_the_plan_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(learner["bytes"].values()) == learner["total_bytes"]
     both = learner["total_bytes"] + rollout["total_bytes"]
     assert plan["gpus"]["0"]["total_bytes"] == both
-    assert plan["gpus"]["0"]["share"] == both / (24 << 30)
+    assert plan["gpus"]["0"]["share"] == both / KINDS["A10"].memory
     assert plan["estimate"] is True
     assert plan["model"]["parameters"] == 494_032_768
     found = plan["step"]["simulated"]
