@@ -22,7 +22,3 @@ class OwnObjective(Kl, Entropy, Aggregated, Learned):
 
     # Only the user can know whether it learns from traces alone.
     alone = "always"
-
-    @property
-    def columns(self) -> frozenset[str]:
-        return frozenset(self.needs)
