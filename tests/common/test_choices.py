@@ -177,6 +177,23 @@ def test_several_updates_of_a_step_need_a_ratio(name: str):
     build("learner.minibatches=2", "learner.update_epochs=3")
 
 
+UNCLIPPED = ("learner.objective.clip_low=null", "learner.objective.clip_high=null")
+
+
+@pytest.mark.parametrize("name", ["grpo", "cispo", "luffy", "gspo"])
+def test_a_new_run_needs_a_bound_of_stale_tokens_ratios(name: str):
+    config = build(named(name), *UNCLIPPED, "learner.micro_batch_tokens=99999")
+    assert re.search(r"replay\.max_staleness=1: set it to 0, give", str(why_not_started(config)))
+    # Older versions have begun such runs.
+    assert why_not_started(config, anew=False) is None
+    for mended in (FRESH, "learner.objective.clip_high=1e9"):
+        assert start(named(name), *UNCLIPPED, "learner.micro_batch_tokens=99999", mended) is None
+
+
+def test_a_correction_bounds_stale_tokens_without_a_clip():
+    assert start(named("decoupled_ppo"), *UNCLIPPED) is None
+
+
 def test_the_plain_gradient_of_several_updates_is_named_and_may_be_started():
     with pytest.raises(ConfigError, match=r"cispo with .*clip_low=1e-6 and clip_high=1e-6"):
         build(named("reinforce_baseline"), FRESH, "learner.minibatches=4")

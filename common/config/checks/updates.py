@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...objectives import OwnObjective
-from ...objectives.keys import Kl, Weighed
+from ...objectives.keys import Clip, Kl, Weighed
 from ..tree import Config
 from .deepspeed import refusal
 
@@ -27,6 +27,20 @@ def _no_ratio(config: Config) -> str | None:
         f"{' and '.join(f'learner.{key}=1' for key in asked)}, choose an objective with a clip, such as "
         f"grpo, or for the plain gradient of all updates cispo with learner.objective.clip_low=1e-6 and "
         f"clip_high=1e-6, which leave every token the weight 1"
+    )
+
+
+def _unclipped(config: Config) -> str | None:
+    objective, staleness = config.learner.objective, config.replay.max_staleness
+    if config.learner.source != "ledger" or not staleness or not isinstance(objective, Clip):
+        return None
+    # A correction bounds the weight of stale tokens by itself.
+    if objective.clip_low or objective.clip_high or isinstance(objective, Weighed):
+        return None
+    return (
+        f"learner.objective.clip_low=null and clip_high=null leave nothing that bounds the ratio of stale tokens, and "
+        f"replay.max_staleness={staleness}: set it to 0, give learner.objective.clip_high a value (1e9 if "
+        f"nothing is to be clipped), or choose tis, which bounds their weight"
     )
 
 
@@ -151,3 +165,5 @@ UPDATE_RULES: tuple[Rule, ...] = (
     refusal,
 )
 """Rules about the learner's objective, its updates, its critic, its memory and DeepSpeed's own settings."""
+NEW_UPDATE_RULES: tuple[Rule, ...] = (_unclipped,)
+"""Rules of the same kind for runs that begin."""
