@@ -75,13 +75,18 @@ three arguments, are refused before anything is started.
 that these rows make, and if you like a dict of sums for `metrics.jsonl`, where a metric of the same name takes a sum's
 place. Dividing by anything but
 `scalars` makes the loss depend on the size of micro-batches. `columns`, as an attribute, asks for
-more log-probs: `proximal`, or `current` (then `statistics` sees `rows.logprobs`). `settings` has what the
+more log-probs: `proximal`, `reference`, or `current` (then `statistics` sees `rows.logprobs`). `settings` has what the
 updates read of any objective (`advantage`, `aggregation`, `truncation`, `stragglers`, and the keys of entropy
 and KL) and, in `settings.params`, your own `learner.objective.params`. A class may derive from
 `tandem.learner.objectives.Objective` or from one of the built-in ones instead: then keys of the built-in one
 may stand in `params` (`learner.objective.params.clip_high=0.28`), and `settings` has them all.
+A class that derives from a built-in one without a hold on stale samples is refused at the start of a run in which some may
+come, as the built-in one is.
 A key that isn't given has the built-in one's default. One that is given the default of an objective of your own
 (`aggregation=constant`, say) counts as not given, unless it stands in `params` too.
+
+A function adds the KL penalty and the entropy bonus to its loss itself, from `rows.reference` and `rows.entropy`, by the
+coefficients in `scalars`. With `kl_coefficient` its `columns` must have `reference`, or a new run is refused.
 
 A bug in it ends the run at once: an exception, a loss that isn't a tensor of one number or has no gradient, or a sum that
 isn't one number. The message names the objective, the step and the line of your file. Out of memory, or with an error of the

@@ -152,12 +152,6 @@ class Config(Section):
                 "launch.share_gpu=true puts the learner and an engine on one GPU, and two ranks "
                 "of weights.transport=nccl can't share one: set weights.transport=auto"
             )
-        if online and self.learner.objective.fresh_only and self.replay.max_staleness:
-            raise ValueError(
-                f"learner.objective.name={self.learner.objective.name} neither clips nor weights own "
-                f"tokens, so it needs fresh samples: set replay.max_staleness=0, or "
-                f"learner.objective.clip_low and clip_high where it has a ratio"
-            )
         limit = self.replay.max_staleness + 1
         if self.replay.window > limit:
             raise ValueError(

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from tandem.common import wire
 from tandem.common.config import to_yaml
-from tandem.common.errors import DataError, RunFailedError, TandemError
+from tandem.common.errors import ConfigError, DataError, RunFailedError, TandemError
 from tandem.common.models import resolve
 from tandem.common.records import Group, Verdict, Version
 from tandem.common.weights.receiver import Target, WeightReceiver
@@ -950,6 +950,20 @@ def test_an_online_run_that_moves_nothing_says_so_once_and_goes_on(
     idle = [record["train/idle_steps"] for record in metrics(run)]
     assert idle == [0, 0, 1, 2, 3, 4, 0, 0]
     assert run.runs.state() == "finished"
+
+
+def test_what_a_class_needs_is_asked_only_before_the_first_record_of_a_run(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(run={"steps": 2}, learner={"objective": {"name": "tandem.learner.objectives:Reinforce"}})
+    assert run.config.replay.max_staleness == 1
+    log = finish(run, launch(run), expected=ConfigError.exit_code)
+    assert "set replay.max_staleness=0" in log
+    # An older version has begun it.
+    run.folder.journal.touch()
+    run.work()
+    finish(run, launch(run))
+    assert len(metrics(run)) == 2
 
 
 def test_an_objective_of_ones_own_trains(start_run: StartRun, launch: Launch) -> None:

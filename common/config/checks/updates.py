@@ -30,6 +30,16 @@ def _no_ratio(config: Config) -> str | None:
     )
 
 
+def _fresh(config: Config) -> str | None:
+    objective = config.learner.objective
+    if not objective.fresh_only or config.learner.source != "ledger" or not config.replay.max_staleness:
+        return None
+    return (
+        f"learner.objective.name={objective.name} neither clips nor weights own tokens, so it needs fresh samples: set "
+        f"replay.max_staleness=0, or learner.objective.clip_low and clip_high where it has a ratio"
+    )
+
+
 def _unclipped(config: Config) -> str | None:
     objective, staleness = config.learner.objective, config.replay.max_staleness
     if config.learner.source != "ledger" or not staleness or not isinstance(objective, Clip):
@@ -154,8 +164,11 @@ def _float16(config: Config) -> str | None:
     return None
 
 
+STALE_RULES: tuple[Rule, ...] = (_no_ratio, _fresh)
+"""Rules about how stale the tokens may be that an objective learns from. Those of an objective of the user's own only the
+learner knows, which asks them again (:mod:`tandem.learner.updates.updates`)."""
 UPDATE_RULES: tuple[Rule, ...] = (
-    _no_ratio,
+    *STALE_RULES,
     _stop_kl,
     _critic,
     _correction,
