@@ -88,6 +88,9 @@ A key that isn't given has the built-in one's default. One that is given the def
 A function adds the KL penalty and the entropy bonus to its loss itself, from `rows.reference` and `rows.entropy`, by the
 coefficients in `scalars`. With `kl_coefficient` its `columns` must have `reference`, or a new run is refused.
 
+Offline, your objective gets only the responses that are right. Set `learner.objective.rejected=true` if it learns from worse
+and unwanted ones as well, as a class that derives from `Dpo`, `Cpo`, `Orpo` or `Kto` does.
+
 A bug in it ends the run at once: an exception, a loss that isn't a tensor of one number or has no gradient, or a sum that
 isn't one number. The message names the objective, the step and the line of your file. Out of memory, or with an error of the
 GPU, the learner is started again as ever.
@@ -217,7 +220,7 @@ def told(name: str, entry: type[ObjectiveConfig]) -> str:
         listed = ", ".join(f"`{key}={shown(value)}`" for key, value in own_defaults.items())
         lines.append(f"- **sets**: {listed}")
     lines.append("- **reads**: " + ", ".join(f"`{key}`" for key in reads(entry)))
-    alone = "pairs" if entry.rejects and entry.unit == "group" else entry.alone
+    alone = "pairs" if issubclass(entry, preferences.Pairs) else entry.alone
     lines.append(f"- **offline**: {OFFLINE[alone]}")
     more = [column for column in entry.needs if column != "behaviour"]
     if more:

@@ -117,7 +117,7 @@ def test_offline_an_objective_is_refused_that_learns_nothing_from_a_trace_alone(
         rewarded = start("learner.objective.advantage=none", *one_row)
     else:
         compared = rewarded = start(*one_row)
-    if entry.alone == "always" or entry.rejects:
+    if entry.alone == "always" or entry().rejects:
         # Whether there are pairs of responses only the data say.
         assert (compared, rewarded) == (None, None)
     elif entry.alone == "by advantage":

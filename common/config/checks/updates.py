@@ -32,7 +32,11 @@ def _no_ratio(config: Config) -> str | None:
 
 def _fresh(config: Config) -> str | None:
     objective = config.learner.objective
-    if not objective.fresh_only or config.learner.source != "ledger" or not config.replay.max_staleness:
+    if (
+        not objective.fresh_only
+        or config.learner.source != "ledger"
+        or not config.replay.max_staleness
+    ):
         return None
     return (
         f"learner.objective.name={objective.name} neither clips nor weights own tokens, so it needs fresh samples: set "
