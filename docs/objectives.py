@@ -53,7 +53,9 @@ them without a ratio (`reinforce`, `reinforce_baseline`, `srft`) need `learner.m
 `learner.update_epochs=1` besides.
 “offline” says whether `tandem offline` trains with them on stored responses, where each one is a group of its own,
 or each pair of a better and a worse one. On the groups of an [archive](data.md#archives) all of them train,
-unless its first steps hold nothing for one: that one is refused before anything starts.
+unless its first steps hold nothing for one: that one is refused before anything starts. A *fresh* one trains there too.
+Replayed with the settings of the run that made it, an archive's samples are as fresh as they were in that run; with other
+settings the policy soon differs from the one that sampled them, so choose an objective with a ratio then.
 
 Advantages of `group_mean` and its like compare the rows of a group, which then needs two own samples with a
 verdict; with `none` and `reinforce_pp` one is enough, so that `rollout.group_size` may be 1. The same holds of
