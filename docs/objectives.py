@@ -53,7 +53,9 @@ them without a ratio (`reinforce`, `reinforce_baseline`, `srft`) need `learner.m
 `learner.update_epochs=1` besides.
 “offline” says whether `tandem offline` trains with them on stored responses, where each one is a group of its own,
 or each pair of a better and a worse one. On the groups of an [archive](data.md#archives) all of them train,
-unless its first steps hold nothing for one: that one is refused before anything starts.
+unless its first steps hold nothing for one: that one is refused before anything starts. A *fresh* one trains there too.
+Replayed with the settings of the run that made it, an archive's samples are as fresh as they were in that run; with other
+settings the policy soon differs from the one that sampled them, so choose an objective with a ratio then.
 
 Advantages of `group_mean` and its like compare the rows of a group, which then needs two own samples with a
 verdict; with `none` and `reinforce_pp` one is enough, so that `rollout.group_size` may be 1. The same holds of
@@ -75,13 +77,21 @@ three arguments, are refused before anything is started.
 that these rows make, and if you like a dict of sums for `metrics.jsonl`, where a metric of the same name takes a sum's
 place. Dividing by anything but
 `scalars` makes the loss depend on the size of micro-batches. `columns`, as an attribute, asks for
-more log-probs: `proximal`, or `current` (then `statistics` sees `rows.logprobs`). `settings` has what the
+more log-probs: `proximal`, `reference`, or `current` (then `statistics` sees `rows.logprobs`). `settings` has what the
 updates read of any objective (`advantage`, `aggregation`, `truncation`, `stragglers`, and the keys of entropy
 and KL) and, in `settings.params`, your own `learner.objective.params`. A class may derive from
 `tandem.learner.objectives.Objective` or from one of the built-in ones instead: then keys of the built-in one
 may stand in `params` (`learner.objective.params.clip_high=0.28`), and `settings` has them all.
+A class that derives from a built-in one without a hold on stale samples is refused at the start of a run in which some may
+come, as the built-in one is.
 A key that isn't given has the built-in one's default. One that is given the default of an objective of your own
 (`aggregation=constant`, say) counts as not given, unless it stands in `params` too.
+
+A function adds the KL penalty and the entropy bonus to its loss itself, from `rows.reference` and `rows.entropy`, by the
+coefficients in `scalars`. With `kl_coefficient` its `columns` must have `reference`, or a new run is refused.
+
+Offline, your objective gets only the responses that are right. Set `learner.objective.rejected=true` if it learns from worse
+and unwanted ones as well, as a class that derives from `Dpo`, `Cpo`, `Orpo` or `Kto` does.
 
 A bug in it ends the run at once: an exception, a loss that isn't a tensor of one number or has no gradient, or a sum that
 isn't one number. The message names the objective, the step and the line of your file. Out of memory, or with an error of the
@@ -212,7 +222,7 @@ def told(name: str, entry: type[ObjectiveConfig]) -> str:
         listed = ", ".join(f"`{key}={shown(value)}`" for key, value in own_defaults.items())
         lines.append(f"- **sets**: {listed}")
     lines.append("- **reads**: " + ", ".join(f"`{key}`" for key in reads(entry)))
-    alone = "pairs" if entry.rejects and entry.unit == "group" else entry.alone
+    alone = "pairs" if issubclass(entry, preferences.Pairs) else entry.alone
     lines.append(f"- **offline**: {OFFLINE[alone]}")
     more = [column for column in entry.needs if column != "behaviour"]
     if more:

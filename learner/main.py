@@ -12,6 +12,7 @@ from ..common.config.checks.choices import micro_batch_refusal
 from ..common.errors import ConfigError, DamagedError, DataError, FencedError, RunFailedError
 from ..common.memory import keep_freed, telling_parts
 from ..common.models import load_class, load_model, warn_of_slow_bfloat16
+from ..common.parts import parts
 from ..common.run_folder import JoinInfo, RunFolder
 from ..replay.connection import connect
 from ..replay.store import RunStore
@@ -25,7 +26,7 @@ from .ranks import Leader, follow
 from .rendezvous import Seat, device_of, process_group
 from .resume.checkpoints import what_is_left
 from .resume.far_files import CheckpointFiles
-from .updates.updates import Updates
+from .updates.updates import Updates, check_own
 
 
 def main(
@@ -93,6 +94,9 @@ def _lead(
     files: CheckpointFiles,
     stop: StopSignal,
 ) -> None:
+    # What older versions have begun goes on.
+    if not parts(folder.journal):
+        check_own(updates.objective, config)
     leader = Leader(updates.engine, updates, files)
     store = connect(join, name=name)
     try:

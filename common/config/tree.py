@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import model_validator
 
+from ..objectives import OwnObjective
 from .data import DataConfig
 from .environments import EnvironmentsConfig
 from .evaluate import EvaluateConfig
@@ -118,9 +119,12 @@ class Config(Section):
             )
         objective, share = self.learner.objective, self.data.heldout_pairs
         if share and (online or self.data.archive is not None or not objective.rejects):
+            stored = not online and self.data.archive is None
+            own = ", or set learner.objective.rejected=true if it learns from pairs"
+            way_out = own if stored and isinstance(objective, OwnObjective) else ""
             raise ValueError(
                 f"data.heldout_pairs={share:g} measures pairs of stored responses, and this run with "
-                f"learner.objective.name={objective.name} has none: set it to 0"
+                f"learner.objective.name={objective.name} has none: set it to 0{way_out}"
             )
         learner = self.learner
         if learner.ranks % learner.hosts:
@@ -151,12 +155,6 @@ class Config(Section):
             raise ValueError(
                 "launch.share_gpu=true puts the learner and an engine on one GPU, and two ranks "
                 "of weights.transport=nccl can't share one: set weights.transport=auto"
-            )
-        if online and self.learner.objective.fresh_only and self.replay.max_staleness:
-            raise ValueError(
-                f"learner.objective.name={self.learner.objective.name} neither clips nor weights own "
-                f"tokens, so it needs fresh samples: set replay.max_staleness=0, or "
-                f"learner.objective.clip_low and clip_high where it has a ratio"
             )
         limit = self.replay.max_staleness + 1
         if self.replay.window > limit:

@@ -102,8 +102,6 @@ class ObjectiveConfig:
     alone: ClassVar[Literal["nothing", "by advantage", "always"]] = "nothing"
     """What it learns from an expert's trace that is alone in its group, as in offline training:
     nothing; something if the trace's advantage isn't 0; or always something."""
-    rejects: ClassVar[bool] = False
-    """Whether it learns from responses that the data call worse or unwanted."""
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` for values that don't go together."""
@@ -112,6 +110,11 @@ class ObjectiveConfig:
     def columns(self) -> frozenset[str]:
         """Log-probs that the trainer fills in."""
         return frozenset(self.needs)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether it learns from responses that the data call worse or unwanted."""
+        return False
 
     @property
     def penalises_reward(self) -> bool:

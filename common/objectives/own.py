@@ -19,10 +19,13 @@ class OwnObjective(Kl, Entropy, Aggregated, Learned):
 
     params: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of an objective of your own, passed on unchanged."""
+    rejected: bool = False
+    """Whether an objective of your own learns, offline, from responses that the data call worse or unwanted as well, as
+    ``dpo`` and ``kto`` do."""
 
     # Only the user can know whether it learns from traces alone.
     alone = "always"
 
     @property
-    def columns(self) -> frozenset[str]:
-        return frozenset(self.needs)
+    def rejects(self) -> bool:
+        return self.rejected

@@ -13,7 +13,10 @@ class Pairs(Beta):
     """Compares two rows of a group with each other."""
 
     unit = "group"
-    rejects = True
+
+    @property
+    def rejects(self) -> bool:
+        return True
 
     @property
     def least_verdicts(self) -> int:
@@ -54,7 +57,10 @@ class Kto(Beta, Learned):
     use = "Thumbs up and down without pairs."
     needs = ("reference", "current")
     alone = "by advantage"
-    rejects = True
+
+    @property
+    def rejects(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)

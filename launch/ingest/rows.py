@@ -24,6 +24,7 @@ from ...common.config.checks.choices import replays_own
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, Problem, Verdict
 from ...replay.forms import Content, DataRow, RowError, read_rows
+from ...replay.forms.conversation import unread_label
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, Grader
 from . import turns
@@ -398,6 +399,8 @@ class SourceReader:
         if source.turns == "all":
             drafts = [draft for draft in drafts if self._told_apart(draft, counts)]
         rejects = self._config.learner.objective.rejects
+        if rejects:
+            drafts = [draft for draft in drafts if self._label_is_read(draft, counts)]
         answered = []
         for draft in drafts:
             wanted = draft.row.content.label is not False or (rejects and draft.judged)
@@ -496,6 +499,14 @@ class SourceReader:
                 self._leave_out(draft, counts, error.reason, str(error))
                 return False
         return True
+
+    def _label_is_read(self, draft: _Draft, counts: SourceCounts) -> bool:
+        """False if the row has to be left out: its label would decide what is learned from it, and can't be read."""
+        error = unread_label(draft.row.raw, draft.row.content) if draft.judged else None
+        if error is None:
+            return True
+        self._leave_out(draft, counts, error.reason, str(error))
+        return False
 
     def _judge(self, drafts: Sequence[_Draft], counts: SourceCounts) -> None:
         """Gives traces the data's own verdicts, and pairs their worse responses."""

@@ -18,7 +18,8 @@ CRITIC_KEY = "learner.critic.optimizer.schedule"
 def warmup_of(optimizer: OptimizerConfig, total: int) -> int:
     """Number of steps of the warm-up in a run of ``total`` steps."""
     if optimizer.warmup_share is not None:
-        return math.ceil(optimizer.warmup_share * total)
+        # Of 0.07 x 100, which is a little more than 7, rounding up alone would make 8.
+        return math.ceil(round(optimizer.warmup_share * total, 9))
     return optimizer.warmup_steps
 
 

@@ -46,7 +46,7 @@ class Ppo(PolicyGradient):
         """
         settings = self.settings
         masked = ~rows.teaching | rows.expert_row
-        counted = ~masked[rows.row]
+        counted = ~(masked[rows.row] | rows.muted)
         rewards = rows.earned(rows.rewards)
         figures: dict[str, float] = {}
         if coefficient:

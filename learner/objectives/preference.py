@@ -38,10 +38,14 @@ class Preference(Objective):
     def pairs(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """``[P]`` chosen and rejected rows; cut ones that are masked or silent, and those without a token that
         may be in the loss, are in no pair."""
-        heard = rows.by_row((~rows.muted).to(torch.int64)) > 0
-        kept = torch.nonzero(rows.teaching & heard).squeeze(1)
+        kept = torch.nonzero(rows.teaching & self.heard(rows)).squeeze(1)
         chosen, rejected = pairs_of_groups(rows.rewards[kept], rows.group[kept])
         return kept[chosen], kept[rejected]
+
+    @staticmethod
+    def heard(rows: Rows) -> Tensor:
+        """``[R]`` bool: rows with a token that may be in the loss."""
+        return rows.by_row((~rows.muted).to(torch.int64)) > 0
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
         sums = counts(rows.row, rows.expert, rows.count)
@@ -177,12 +181,12 @@ class Kto(Preference):
     mismatched = True
 
     def active(self, rows: Rows) -> Tensor:
-        return ~rows.masked & (rows.advantages != 0)
+        return ~rows.masked & self.heard(rows) & (rows.advantages != 0)
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
         sums = counts(rows.row, rows.expert, rows.count)
         sums["pairs"] = self.active(rows).sum().double()
-        own = ~rows.expert_row & ~rows.masked
+        own = ~rows.expert_row & ~rows.masked & self.heard(rows)
         sums["kto_rows"] = own.sum().double()
         if rows.logprobs is not None and rows.reference is not None:
             gain = widened(rows.logprobs.detach()) - widened(rows.reference.detach())

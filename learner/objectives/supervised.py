@@ -79,7 +79,11 @@ class RlSftLoss(PolicyGradient):
         part = where(counted, losses).sum() / max(scalars["expert_tokens"], 1.0)
         part = sft * part
         sums["loss_expert"] = part.detach()
-        return (total if policy == 1.0 else policy * total) + part, sums
+        if policy == 1.0:
+            return total + part, sums
+        for name in ("loss_own", "loss_stale"):
+            sums[name] = policy * sums[name]
+        return policy * total + part, sums
 
 
 @register("distill")

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from ...common.config import Config
 from ...common.config.checks.choices import rows_of_group
+from ...common.config.checks.updates import STALE_RULES
 from ...common.errors import ConfigError
+from ...common.objectives import OwnObjective
+from ...common.objectives.keys import Kl
 from ...common.seeds import keyed_generator
 from ..engine.deepspeed_engine import DeepSpeedEngine
 from ..engine.update_result import UpdateResult
@@ -109,7 +112,44 @@ def objective_of(config: Config) -> Objective:
             f"{wanted.name} has no teacher: set learner.teacher=null, or derive the objective from "
             f"tandem.learner.objectives.Distill"
         )
+    if config.data.heldout_pairs and not isinstance(objective, Preference):
+        raise ConfigError(
+            f"data.heldout_pairs={config.data.heldout_pairs:g} measures pairs, and learner.objective.name={wanted.name} "
+            f"has no margin: set it to 0, or derive the objective from tandem.learner.objectives.Dpo, Cpo, Orpo or Kto"
+        )
     return objective
+
+
+def check_own(objective: Objective, config: Config) -> None:
+    """Refuses what a run can't begin with because of an objective of the user's own, which only the objective tells.
+
+    Raises:
+        ConfigError: nothing in it bounds stale tokens, and some may come; it would learn nothing from pairs; or nothing
+            adds the KL that is configured.
+    """
+    wanted, settings = config.learner.objective, objective.settings
+    if not isinstance(wanted, OwnObjective):
+        return
+    learner = config.learner.model_copy(update={"objective": settings})
+    as_derived = config.model_copy(update={"learner": learner})
+    if refusal := next((why for rule in STALE_RULES if (why := rule(as_derived))), None):
+        raise ConfigError(refusal)
+    named = f"learner.objective.name={wanted.name}"
+    stored = config.learner.source == "offline" and config.data.archive is None
+    if isinstance(objective, Preference) and stored and not wanted.rejected:
+        raise ConfigError(
+            f"{named} learns from worse responses too, and learner.objective.rejected=false leaves them out of the data: "
+            f"set it to true, and start over with --fresh"
+        )
+    if (
+        isinstance(settings, Kl)
+        and settings.kl_coefficient
+        and "reference" not in objective.columns
+    ):
+        raise ConfigError(
+            f"learner.objective.kl_coefficient={settings.kl_coefficient:g} does nothing with {named}, which asks for no "
+            f"log-probs of a reference: set it to 0, or add 'reference' to its columns and the penalty to its loss"
+        )
 
 
 class Updates:

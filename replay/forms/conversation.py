@@ -22,6 +22,7 @@ from .row import (
     RowError,
     as_list,
     as_messages,
+    first_filled,
     first_of,
     gold,
     is_missing,
@@ -108,9 +109,22 @@ def _label(row: Mapping[str, Any]) -> bool | None:
     label = truth(given)
     # Among 0 and 1 another number is a mistake, or they are numbers of classes.
     if label is None and not is_missing(given) and _is_number(given):
-        way_out = "store a boolean, or give the column another name if it doesn't judge the answer"
-        raise RowError("label", given, "isn't true or false", way_out)
+        raise _no_label(given)
     return label
+
+
+def unread_label(row: Mapping[str, Any], content: Content) -> RowError | None:
+    """The error of a conversation whose ``label`` is a text other than true and false, where labels judge answers; None
+    for any other row."""
+    judged = content.label is not None or content.rejected is not None
+    if judged or first_of(row, CONVERSATIONS) is None or first_filled(row, ("label",)) is None:
+        return None
+    return _no_label(row["label"])
+
+
+def _no_label(given: Any) -> RowError:
+    way_out = "store a boolean, or give the column another name if it doesn't judge the answer"
+    return RowError("label", given, "isn't true or false", way_out)
 
 
 def _is_number(value: Any) -> bool:

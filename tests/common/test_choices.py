@@ -117,7 +117,7 @@ def test_offline_an_objective_is_refused_that_learns_nothing_from_a_trace_alone(
         rewarded = start("learner.objective.advantage=none", *one_row)
     else:
         compared = rewarded = start(*one_row)
-    if entry.alone == "always" or entry.rejects:
+    if entry.alone == "always" or entry().rejects:
         # Whether there are pairs of responses only the data say.
         assert (compared, rewarded) == (None, None)
     elif entry.alone == "by advantage":
@@ -175,6 +175,23 @@ def test_several_updates_of_a_step_need_a_ratio(name: str):
         build(named(name), FRESH, "learner.minibatches=2", "learner.update_epochs=3")
     build(named(name), FRESH)
     build("learner.minibatches=2", "learner.update_epochs=3")
+
+
+UNCLIPPED = ("learner.objective.clip_low=null", "learner.objective.clip_high=null")
+
+
+@pytest.mark.parametrize("name", ["grpo", "cispo", "luffy", "gspo"])
+def test_a_new_run_needs_a_bound_of_stale_tokens_ratios(name: str):
+    config = build(named(name), *UNCLIPPED, "learner.micro_batch_tokens=99999")
+    assert re.search(r"replay\.max_staleness=1: set it to 0, give", str(why_not_started(config)))
+    # Older versions have begun such runs.
+    assert why_not_started(config, anew=False) is None
+    for mended in (FRESH, "learner.objective.clip_high=1e9"):
+        assert start(named(name), *UNCLIPPED, "learner.micro_batch_tokens=99999", mended) is None
+
+
+def test_a_correction_bounds_stale_tokens_without_a_clip():
+    assert start(named("decoupled_ppo"), *UNCLIPPED) is None
 
 
 def test_the_plain_gradient_of_several_updates_is_named_and_may_be_started():

@@ -25,7 +25,9 @@ def test_warm_up_then_the_schedule(schedule: str, at: dict[int, float]) -> None:
         assert learning_rate(optimizer, step, 105) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("share", "total", "steps"), [(0.1, 50, 5), (0.03, 100, 3), (0.03, 40, 2)])
+@pytest.mark.parametrize(
+    ("share", "total", "steps"), [(0.1, 50, 5), (0.03, 100, 3), (0.03, 40, 2), (0.07, 100, 7)]
+)
 def test_a_share_of_the_run_warms_up(share: float, total: int, steps: int) -> None:
     """A share is rounded up, so that a short run warms up too."""
     by_share = OptimizerConfig(lr=1.0, warmup_share=share, schedule="cosine")

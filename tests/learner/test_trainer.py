@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 from tandem.common import wire
 from tandem.common.config import to_yaml
-from tandem.common.errors import DataError, RunFailedError, TandemError
+from tandem.common.errors import ConfigError, DataError, RunFailedError, TandemError
 from tandem.common.models import resolve
 from tandem.common.records import Group, Verdict, Version
 from tandem.common.weights.receiver import Target, WeightReceiver
@@ -867,6 +867,20 @@ def test_offline_sft_lowers_the_loss_without_a_worker(start_run: StartRun, launc
     assert run.runs.state() == "finished"
 
 
+def worse_traces(made_up: ModuleType) -> list[Any]:
+    """The worse responses of pairs, whose better ones are the stored traces."""
+    return [
+        replace(
+            made_up.trace(n),
+            trace_id=f"a/{n}#1",
+            tokens=np.array([16, 17, 10, 1], np.int32),
+            reward=0.0,
+            verdict=Verdict.WRONG,
+        )
+        for n in range(made_up.EXPERTS)
+    ]
+
+
 def test_held_out_pairs_are_measured_at_steps_that_are_quarantined(
     start_run: StartRun, launch: Launch, made_up: ModuleType
 ) -> None:
@@ -883,17 +897,7 @@ def test_held_out_pairs_are_measured_at_steps_that_are_quarantined(
         rollout={"workers": 0},
         evaluate={"every": 1},
     )
-    worse = [
-        replace(
-            made_up.trace(n),
-            trace_id=f"a/{n}#1",
-            tokens=np.array([16, 17, 10, 1], np.int32),
-            reward=0.0,
-            verdict=Verdict.WRONG,
-        )
-        for n in range(made_up.EXPERTS)
-    ]
-    run.runs.put_traces(worse)
+    run.runs.put_traces(worse_traces(made_up))
 
     def measured() -> list[int]:
         return [record["step"] for record in metrics(run) if "heldout/preference_pairs" in record]
@@ -950,6 +954,41 @@ def test_an_online_run_that_moves_nothing_says_so_once_and_goes_on(
     idle = [record["train/idle_steps"] for record in metrics(run)]
     assert idle == [0, 0, 1, 2, 3, 4, 0, 0]
     assert run.runs.state() == "finished"
+
+
+def test_a_class_that_derives_from_dpo_learns_from_stored_pairs(
+    start_run: StartRun, launch: Launch, made_up: ModuleType
+) -> None:
+    after = []
+    for objective in ({"name": "dpo"}, {"name": "tandem.learner.objectives:Dpo", "rejected": True}):
+        run = start_run(
+            run={"steps": 4},
+            learner={"source": "offline", "objective": objective, "optimizer": {"lr": 1e-3}},
+            rollout={"workers": 0},
+        )
+        run.runs.put_traces(worse_traces(made_up))
+        finish(run, launch(run))
+        assert metrics(run)[-1]["train/preference_pairs"] == 2
+        assert metrics(run)[-1]["train/loss"] < metrics(run)[0]["train/loss"]
+        after.append(weights(run))
+    built_in, derived = after
+    assert all(torch.equal(derived[key], built_in[key]) for key in built_in)
+
+
+def test_what_a_class_needs_is_asked_only_before_the_first_record_of_a_run(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(
+        run={"steps": 2}, learner={"objective": {"name": "tandem.learner.objectives:Reinforce"}}
+    )
+    assert run.config.replay.max_staleness == 1
+    log = finish(run, launch(run), expected=ConfigError.exit_code)
+    assert "set replay.max_staleness=0" in log
+    # An older version has begun it.
+    run.folder.journal.touch()
+    run.work()
+    finish(run, launch(run))
+    assert len(metrics(run)) == 2
 
 
 def test_an_objective_of_ones_own_trains(start_run: StartRun, launch: Launch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,13 +14,14 @@ import torch
 from msgspec.structs import replace
 
 from tandem.common.config import Config
+from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import FinishReason, Group, Sample, SamplingParams, Source
 from tandem.learner.engine.critic import CriticEngine
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.objectives import Grpo, Objective, make
 from tandem.learner.rows.groups import MixedGroup
-from tandem.learner.updates.updates import Updates
+from tandem.learner.updates.updates import Updates, check_own, objective_of
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -618,6 +621,70 @@ def test_the_turns_of_an_objective_of_ones_own_are_discounted_as_its_params_say(
         columns = learner(learner={"objective": objective}).columns
         found = columns.compared(rows, rows.rewards).token_advantages
         assert (found is not None) is per_turn
+
+
+STORED = {"source": "offline"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "learner_keys", "staleness", "said"),
+    [
+        (
+            {"name": f"{OWN}Reinforce"},
+            {},
+            1,
+            r"neither clips nor weights .* set replay\.max_staleness=0",
+        ),
+        ({"name": f"{OWN}Luffy"}, {"minibatches": 2}, 1, None),
+        (
+            {"name": f"{OWN}Srft"},
+            {"minibatches": 2},
+            0,
+            r"has no ratio .* set learner\.minibatches=1",
+        ),
+        ({"name": f"{OWN}Srft"}, {}, 0, None),
+        ({"name": f"{OWN}Dpo"}, STORED, 1, r"set it to true, and start over with --fresh"),
+        ({"name": f"{OWN}Kto", "rejected": True}, STORED, 1, None),
+        ({"name": f"{OWN}Dpo"}, {}, 1, None),
+        (
+            {"name": "own_objective:unclipped", "kl_coefficient": 0.1},
+            {},
+            1,
+            r"kl_coefficient=0\.1 does",
+        ),
+        ({"name": f"{OWN}Grpo", "kl_coefficient": 0.1}, {}, 1, None),
+    ],
+)
+def test_an_objective_of_ones_own_is_held_to_what_its_class_needs(
+    objective: dict[str, Any],
+    learner_keys: dict[str, Any],
+    staleness: int,
+    said: str | None,
+    made_up: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    config = made_up.config_of(
+        learner={"objective": objective, **learner_keys}, replay={"max_staleness": staleness}
+    )
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_own(objective_of(config), config)
+
+
+def test_held_out_pairs_need_an_objective_with_a_margin(
+    made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+    def held_out(**objective: Any) -> None:
+        learner = {"objective": objective, **STORED}
+        objective_of(made_up.config_of(learner=learner, data={"heldout_pairs": 0.2}))
+
+    with pytest.raises(ConfigError, match=r"set learner\.objective\.rejected=true if it learns"):
+        held_out(name=f"{OWN}Dpo")
+    with pytest.raises(ConfigError, match=r"own_objective:unclipped has no margin"):
+        held_out(name="own_objective:unclipped", rejected=True)
+    held_out(name=f"{OWN}Dpo", rejected=True)
 
 
 @pytest.mark.parametrize("name", ["gspo", "cispo", "reinforce"])

@@ -8,7 +8,7 @@ those of the model by the process that loads it.
 
 ``RULES`` apply to every config that is made (except one that is read back from a run's folder, which
 an older version may have begun); ``START_RULES`` also apply to a run that a person starts, and ``NEW_RULES`` to one that
-begins: they are of settings that only do nothing, and that a resumed run may not change.
+begins: they are of settings that a resumed run may not change, and with which older runs have begun.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..reading.of_set import of_set
 from ..tree import Config
 from .environments import environments
 from .launch import LAUNCH_RULES
-from .updates import UPDATE_RULES, Rule
+from .updates import NEW_UPDATE_RULES, UPDATE_RULES, Rule
 
 LEASES_STOP_SHARE = 0.75
 """Share of ``replay.maxmemory_mb`` that leases may fill, counting the worst case of those that are out."""
@@ -590,7 +590,7 @@ START_RULES: tuple[Rule, ...] = (
     _attention,
     _kernels,
 )
-NEW_RULES: tuple[Rule, ...] = (_system_prompt,)
+NEW_RULES: tuple[Rule, ...] = (_system_prompt, *NEW_UPDATE_RULES)
 
 
 def why_not_started(config: Config, *, anew: bool = True) -> str | None:

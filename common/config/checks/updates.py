@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...objectives import OwnObjective
-from ...objectives.keys import Kl, Weighed
+from ...objectives.keys import Clip, Kl, Weighed
 from ..tree import Config
 from .deepspeed import refusal
 
@@ -27,6 +27,34 @@ def _no_ratio(config: Config) -> str | None:
         f"{' and '.join(f'learner.{key}=1' for key in asked)}, choose an objective with a clip, such as "
         f"grpo, or for the plain gradient of all updates cispo with learner.objective.clip_low=1e-6 and "
         f"clip_high=1e-6, which leave every token the weight 1"
+    )
+
+
+def _fresh(config: Config) -> str | None:
+    objective = config.learner.objective
+    if (
+        not objective.fresh_only
+        or config.learner.source != "ledger"
+        or not config.replay.max_staleness
+    ):
+        return None
+    return (
+        f"learner.objective.name={objective.name} neither clips nor weights own tokens, so it needs fresh samples: set "
+        f"replay.max_staleness=0, or learner.objective.clip_low and clip_high where it has a ratio"
+    )
+
+
+def _unclipped(config: Config) -> str | None:
+    objective, staleness = config.learner.objective, config.replay.max_staleness
+    if config.learner.source != "ledger" or not staleness or not isinstance(objective, Clip):
+        return None
+    # A correction bounds the weight of stale tokens by itself.
+    if objective.clip_low or objective.clip_high or isinstance(objective, Weighed):
+        return None
+    return (
+        f"learner.objective.clip_low=null and clip_high=null leave nothing that bounds the ratio of stale tokens, and "
+        f"replay.max_staleness={staleness}: set it to 0, give learner.objective.clip_high a value (1e9 if "
+        f"nothing is to be clipped), or choose tis, which bounds their weight"
     )
 
 
@@ -140,8 +168,11 @@ def _float16(config: Config) -> str | None:
     return None
 
 
+STALE_RULES: tuple[Rule, ...] = (_no_ratio, _fresh)
+"""Rules about how stale the tokens may be that an objective learns from. Those of an objective of the user's own only the
+learner knows, which asks them again (:mod:`tandem.learner.updates.updates`)."""
 UPDATE_RULES: tuple[Rule, ...] = (
-    _no_ratio,
+    *STALE_RULES,
     _stop_kl,
     _critic,
     _correction,
@@ -151,3 +182,5 @@ UPDATE_RULES: tuple[Rule, ...] = (
     refusal,
 )
 """Rules about the learner's objective, its updates, its critic, its memory and DeepSpeed's own settings."""
+NEW_UPDATE_RULES: tuple[Rule, ...] = (_unclipped,)
+"""Rules of the same kind for runs that begin."""

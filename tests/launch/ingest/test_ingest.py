@@ -817,6 +817,10 @@ def test_a_pair_is_two_traces_of_a_problem(made: Path) -> None:
     assert str(found.counts["own"]).startswith("2 problems, 2 expert traces (2 not graded)")
     # Whoever learns only from good responses gets only those.
     assert [text for _, text, *_ in judged(offline("sft"))] == ["3", "3"]
+    # Of an objective of one's own, its user says what it learns from.
+    mine = "my.module:Pairs"
+    assert judged(offline(mine, "learner.objective.rejected=true")) == judged(found)
+    assert [text for _, text, *_ in judged(offline(mine))] == ["3", "3"]
 
 
 @pytest.mark.parametrize(("share", "trained"), [(0.0, 12), (0.3, 8)])
@@ -857,6 +861,20 @@ def test_a_response_that_is_labelled_false_is_wrong_whatever_its_columns_are_cal
         found = judged(offline("kto", "learner.objective.advantage=none"))
         assert [verdict for _, _, verdict, _, _ in found] == ["wrong", "correct"]
         assert [place for place, *_ in judged(offline("sft"))] == ["own/1#0"]
+
+
+def test_a_word_in_the_place_of_a_label_is_refused_where_labels_decide(made: Path) -> None:
+    said = [{"role": "user", "content": "1+2=?<think>"}, {"role": "assistant", "content": "4"}]
+    own_rows(made, {"messages": said, "label": "bad"}, {"messages": said, "label": "true"})
+    found = offline("kto", "learner.objective.advantage=none")
+    assert [(place, verdict) for place, _, verdict, *_ in judged(found)] == [("own/1#0", "correct")]
+    assert found.counts["own"].bad_rows.counts == {"label isn't true or false": 1}
+    with pytest.raises(
+        DataError, match=r"column label: 'bad' isn't true or false: store a boolean"
+    ):
+        offline("kto", "learner.objective.advantage=none", "data.bad_rows=refuse")
+    # Where no label is asked for, it is a column like any other.
+    assert len(offline("sft").traces) == 2
 
 
 def test_a_labelled_row_among_pairs_needs_an_advantage_of_its_own(made: Path) -> None:

@@ -400,6 +400,8 @@ def test_the_chunks_and_short_rows_are_those_of_the_learner() -> None:
         (("name=kto",), 2 * N),
         (("name=sft",), 0),
         (("name=orpo",), 0),
+        (("name=my.module:loss",), 0),
+        (("name=my.module:loss", "kl_coefficient=0.01"), 2 * N),
     ],
 )
 def test_the_reference_is_held_whole_where_the_objective_asks_for_it(

@@ -352,6 +352,18 @@ def test_a_row_of_malformed_turns_alone_is_in_no_pair(name: str, hand: ModuleTyp
     assert not objective.active(these)[chosen[0]]
 
 
+def test_a_row_of_malformed_turns_alone_is_none_of_ktos(hand: ModuleType) -> None:
+    objective = make("kto")
+    these = hand.filled(objective, hand.random_rows(2))
+    (row, *_) = torch.nonzero(objective.active(these) & ~these.expert_row).flatten().tolist()
+    before = objective.statistics(these)
+    these = these.with_columns(muted=these.row == row)
+    after = objective.statistics(these)
+    assert not objective.active(these)[row]
+    for count in ("pairs", "kto_rows"):
+        assert after[count] == before[count] - 1
+
+
 def test_masked_rows_count_in_the_denominators(hand: ModuleType) -> None:
     these = hand.random_rows(5)
     objective = make("grpo", aggregation="token_mean")

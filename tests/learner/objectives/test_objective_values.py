@@ -107,6 +107,16 @@ def test_chord_goes_from_imitation_to_reinforcement(
     check("chord", hand, formula, 7, mu_warmup_steps=10, mu_decay_steps=100)
 
 
+def test_the_parts_of_chords_loss_add_up_to_it(hand: ModuleType) -> None:
+    objective = make("chord")
+    these = hand.filled(objective, hand.random_rows(7))
+    these = these.with_columns(lag=(~these.expert).long())
+    loss, sums = objective.loss(these, hand.scalars_of(objective, these))
+    assert sums["loss_own"] != 0
+    assert float(sums["loss_own"] + sums["loss_expert"]) == pytest.approx(float(loss), abs=1e-12)
+    assert float(sums["loss_stale"]) == pytest.approx(float(sums["loss_own"]), abs=1e-12)
+
+
 @pytest.mark.parametrize("clips", [(0.1, 0.3, 3.0), (None, 0.2, 1.2), (0.2, None, None)])
 def test_each_clip_is_that_of_the_formula(
     clips: tuple[float | None, ...], hand: ModuleType, formula: ModuleType

@@ -193,6 +193,19 @@ def test_a_critics_credit_goes_from_a_turn_to_the_one_before_across_the_environm
     )
 
 
+def test_a_turn_that_is_out_of_the_loss_is_not_among_what_advantages_are_whitened_over() -> None:
+    group = episode(0.5, 1, malformed=True), episode(0, 0.25)
+    these = rows(*group, mask_malformed=True)
+    values = torch.tensor([9.0, 9.0, 0.3, 0.4, 0.1, 0.2, 0.0, 0.3]).double()
+    filled, figures = make("ppo").estimated(these, values)
+    assert filled.token_advantages is not None
+    among = filled.token_advantages[~these.muted]
+    assert len(among) == 6
+    assert float(among.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(among.var()) == pytest.approx(1.0, abs=1e-6)
+    assert figures["value_mean"] == pytest.approx(float(values[2:].mean()))
+
+
 @pytest.mark.parametrize("discount", [None, 0.9])
 @pytest.mark.parametrize("baseline", sorted(get_args(Baseline)))
 def test_killed_episodes_change_no_others_advantages(
