@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ....common import disk
-from ....common.errors import ConfigError
 from ....common.run_folder import RunFolder
 from ...board.terminal import Terminal
 from ...host.folder_lock import FolderLock
@@ -32,11 +31,8 @@ def run_sweep(sweep: Sweep, *, jobs: int) -> int:
     """Runs what isn't finished, and returns the exit code: 1 if a run failed.
 
     Raises:
-        ConfigError: ``jobs`` isn't a number of runs.
         TandemError: another process runs this sweep.
     """
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs}: at least 1 run is needed at a time")
     disk.keep_streams()
     terminal = Terminal(plain=True)
     sweep.out.mkdir(parents=True, exist_ok=True)

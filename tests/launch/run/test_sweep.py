@@ -105,6 +105,8 @@ def test_names_of_long_and_strange_values_are_readable_and_differ() -> None:
         (["run.dir=a,b"], "1", "use --out"),
         (["log.every=5,6"], "0", "--seeds 0: give at least one seed"),
         (["log.every=5,6"], "1,1", "none twice"),
+        (["log.every=5,6", "--jobs", "0"], "1", "--jobs 0: at least 1 run"),
+        (["log.every=5,6", "launch.ports=21000-21040", "--jobs", "2"], "1", "--jobs 2: .* Redis of 2 runs on port 21000"),
         (["log.every=5,6"], "x", "--seeds x: give a number of seeds"),
         (["log.every=5,6"], "²", "--seeds ²: give a number of seeds"),
         (["log.every=5,6", "miniature"], "1", "only one preset"),
