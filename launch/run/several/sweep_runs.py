@@ -15,8 +15,9 @@ from contextlib import contextmanager
 
 from ....common import disk
 from ....common.run_folder import RunFolder
+from ....common.waiting import Wait
 from ...board.terminal import Terminal
-from ...host.folder_lock import FolderLock
+from ...host.folder_lock import FolderLock, supervisor_of
 from ...host.redis_server import PASSWORD_NOTE, PASSWORD_VARIABLE
 from ...plan.hardware import GpuName
 from ...wording import shown
@@ -25,6 +26,8 @@ from .sweep import Member, Sweep, accuracy, table, wall_time, write
 
 LOOK_SECONDS = 0.2
 """Time between two looks at the runs that are under way."""
+EARLIER_SECONDS = 300.0
+"""How long runs that an earlier sweep has left behind may take to end before theirs are tried."""
 
 
 def run_sweep(sweep: Sweep, *, jobs: int) -> int:
@@ -83,6 +86,7 @@ class _Runs:
         write(self._sweep)
         forwarded = 0
         with self._heeding():
+            self._await_earlier()
             while self._running or (self._waiting and not self._signals):
                 while not self._signals and self._may_start():
                     self._start(self._waiting.pop(0))
@@ -110,6 +114,23 @@ class _Runs:
                 member.process.terminate()
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+    def _await_earlier(self) -> None:
+        """Waits for the end of runs that other processes have, so that nothing is started beside them.
+
+        A sweep that was killed leaves its runs behind, which checkpoint before they end.
+        """
+        wait = Wait("", "end", EARLIER_SECONDS)
+        told = False
+        while not self._signals:
+            pids = {one.name: supervisor_of(one.folder) for one in self._waiting}
+            wait.who = ", ".join(f"{name} (process {pid})" for name, pid in pids.items() if pid)
+            if not wait.who or wait.expired(self._say):
+                return
+            if not told:
+                self._say(f"waiting for the end of what an earlier start has left: {wait.who}")
+                told = True
+            time.sleep(LOOK_SECONDS)
 
     def _may_start(self) -> bool:
         """Whether there is a next run, fewer than ``jobs`` are under way, and its GPUs are free."""

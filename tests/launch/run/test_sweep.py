@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,11 @@ from tandem.common.config import to_yaml
 from tandem.common.errors import DataError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.cli import main
+from tandem.launch.host.folder_lock import supervisor_of
 from tandem.launch.ingest.prepare import prepare
 from tandem.launch.run.opened.opening import open_folder
 from tandem.launch.run.opened.presets import load
-from tandem.launch.run.several import sweep
+from tandem.launch.run.several import sweep, sweep_runs
 
 SFT = ("miniature-sft", "run.steps=4")
 
@@ -267,3 +271,52 @@ def test_the_examples_of_the_preset_for_sft_are_parts_of_one_another(here: Path)
     assert chosen[0] < chosen[1] < chosen[2]
     # Drawn, not the first ones.
     assert chosen[1] != {f"expert/{row}#0" for row in range(16)}
+
+
+HOLDS = """
+import sys, time
+from tandem.common.run_folder import RunFolder
+from tandem.launch.host.folder_lock import FolderLock
+FolderLock(RunFolder(sys.argv[1])).take()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+class Heard:
+    """What a sweep says, and what is done when it says something."""
+
+    def __init__(self, heard: Callable[[str], None]) -> None:
+        self.say = heard
+
+
+def test_what_a_killed_sweep_has_left_ends_before_anything_is_started_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = plan(*WORDS)
+    made.out.mkdir(parents=True)
+    left = made.members[1].folder
+    left.make()
+    said: list[str] = []
+    started: list[tuple[str, int | None]] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(left.path)], stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+
+            def hear(line: str) -> None:
+                said.append(line)
+                if line.startswith("waiting for the end of what an earlier start has left"):
+                    process.kill()
+
+            def start(_: sweep_runs._Runs, member: sweep.Member) -> None:
+                started.append((member.name, supervisor_of(left)))
+
+            monkeypatch.setattr(sweep_runs._Runs, "_start", start)
+            assert sweep_runs._Runs(made, 2, Heard(hear)).run() == 0
+        finally:
+            process.kill()
+    assert f"{left.path.name} (process {process.pid})" in said[-1]
+    assert started == [(one.name, None) for one in made.members]
