@@ -21,6 +21,7 @@ from ...host.folder_lock import FolderLock, supervisor_of
 from ...host.redis_server import PASSWORD_NOTE, PASSWORD_VARIABLE
 from ...plan.hardware import GpuName
 from ...wording import shown
+from ..ending import was_stopped
 from ..processes.parts import described, last_lines, seeing
 from .sweep import Member, Sweep, accuracy, table, wall_time, write
 
@@ -31,7 +32,7 @@ EARLIER_SECONDS = 300.0
 
 
 def run_sweep(sweep: Sweep, *, jobs: int) -> int:
-    """Runs what isn't finished, and returns the exit code: 1 if a run failed.
+    """Runs what isn't finished, and returns the exit code: 1 if a run failed or was stopped.
 
     Raises:
         TandemError: another process runs this sweep.
@@ -39,7 +40,7 @@ def run_sweep(sweep: Sweep, *, jobs: int) -> int:
     disk.keep_streams()
     terminal = Terminal(plain=True)
     sweep.out.mkdir(parents=True, exist_ok=True)
-    lock = FolderLock(RunFolder(sweep.out))
+    lock = FolderLock(RunFolder(sweep.out), "--out DIR")
     lock.take()
     try:
         stopped_by = _Runs(sweep, jobs, terminal).run()
@@ -59,7 +60,12 @@ def run_sweep(sweep: Sweep, *, jobs: int) -> int:
         )
         for member in failed:
             terminal.say(f"  {shown(member.folder.path)}: {member.error}")
-    return 1 if failed else 0
+    stopped = sum(member.state == "stopped" for member in sweep.members)
+    if stopped:
+        terminal.say(
+            f"{stopped} of {len(sweep.members)} runs were stopped; the same command resumes them"
+        )
+    return 1 if failed or stopped else 0
 
 
 class _Runs:
@@ -190,8 +196,10 @@ class _Runs:
         if code == 0:
             member.state = "finished"
             self._say(f"{member.name} {accuracy([member])}, {wall_time([member])}")
-        elif self._signals:
+        elif self._signals or was_stopped(code):
             member.state = "stopped"
+            if not self._signals:
+                self._say(f"{member.name} was stopped")
         else:
             member.state = "failed"
             last = last_lines(member.log, 1).strip().removeprefix("| ").removeprefix("tandem: ")

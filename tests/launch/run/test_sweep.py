@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tandem.common.config import to_yaml
-from tandem.common.errors import DataError
+from tandem.common.errors import DataError, HeldError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.cli import main
 from tandem.launch.host.folder_lock import supervisor_of
@@ -320,3 +321,44 @@ def test_what_a_killed_sweep_has_left_ends_before_anything_is_started_beside_it(
             process.kill()
     assert f"{left.path.name} (process {process.pid})" in said[-1]
     assert started == [(one.name, None) for one in made.members]
+
+
+def test_a_sweep_is_stopped_by_its_folder_and_a_second_one_names_another(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = plan(*WORDS)
+    made.out.mkdir(parents=True)
+    sweep.write(made)
+    command = ["stop", "runs/sweep-miniature-sft"]
+    assert main(command) == 0
+    assert "no `tandem sweep` on this host" in capsys.readouterr().out
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(made.out)], stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            with pytest.raises(HeldError, match="or name another folder: --out DIR"):
+                sweep_runs.run_sweep(made, jobs=1)
+            assert main(command) == 0
+            assert process.wait(30) == -signal.SIGTERM
+        finally:
+            process.kill()
+    assert "the same `sweep` resumes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ended", ["exit 143", "exit 130", "kill -TERM $$"])
+def test_a_run_of_a_sweep_that_was_stopped_has_not_failed(
+    ended: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(runs: sweep_runs._Runs, member: sweep.Member) -> None:
+        member.process = subprocess.Popen(["sh", "-c", ended])
+        runs._running.append(member)
+
+    monkeypatch.setattr(sweep_runs._Runs, "_start", start)
+    made = plan(*WORDS)
+    assert sweep_runs.run_sweep(made, jobs=1) == 1
+    assert [one.state for one in made.members] == ["stopped", "stopped"]
+    said = capsys.readouterr().out
+    assert f"{made.members[0].name} was stopped" in said
+    assert "2 of 2 runs were stopped; the same command resumes them" in said
