@@ -22,6 +22,7 @@ from tandem.launch.board.page import more
 from tandem.launch.board.snapshot import Known, Queues
 from tandem.launch.host.folder_lock import FolderLock
 from tandem.replay.connection import Store, connect
+from tandem.replay.hosts import HEAD, Host, HostState
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings
 from tandem.replay.members import Members
@@ -88,6 +89,26 @@ def test_a_report_counts_once_and_for_as_long_as_it_is_recent() -> None:
 def test_without_redis_the_folder_and_the_metrics_tell_what_they_can() -> None:
     made = assemble(KNOWN, history(), now=NOW)
     assert (made.state, made.step, made.members) == ("running", 100, ())
+
+
+@pytest.mark.parametrize(
+    ("leaving", "age", "state", "told"),
+    [
+        (False, 0.5, "running", "running"),
+        (True, 0.5, "running", "draining"),
+        (True, 0.5, "finished", "finished"),
+        # An earlier start of the head has left it.
+        (True, 300.0, "running", "running"),
+    ],
+)
+def test_a_run_drains_while_its_head_says_so(
+    leaving: bool, age: float, state: str, told: str
+) -> None:
+    said = HostState(
+        host="here", address="127.0.0.1", pid=77, role=HEAD, processes=3, leaving=leaving
+    )
+    head = Host(member="here-0a1b2c", state=said, age=age)
+    assert snapshot(state=state, hosts=(head,)).state == told
 
 
 def test_without_a_folder_the_learners_report_tells_the_step() -> None:
