@@ -130,7 +130,7 @@ def _state(known: Known, facts: Facts | None) -> str | None:
     if facts is None or known.state == "draining":
         return known.state
     # An external Redis outlives the run's processes and still says "running".
-    if known.state in ("stopped", "failed") and not facts.members:
+    if known.state in ("starting", "stopped", "failed") and not facts.members:
         return known.state
     # The state in Redis stays "running" while the run drains: the head says so of itself.
     heads = [host for host in facts.hosts if host.state.role == HEAD and host.age < FRESH_SECONDS]

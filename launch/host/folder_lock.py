@@ -116,6 +116,7 @@ class FolderLock:
         me = Holder.of(os.getpid())
         self._content = {
             "host": socket.gethostname(),
+            "taken": time.time(),
             "supervisor": {"pid": me.pid, "started": me.started},
         }
         self._write()
@@ -157,6 +158,12 @@ def supervisor_of(folder: RunFolder) -> int | None:
     if owner is None or owner.process() is None or not _has_open(owner.pid, folder.lock):
         return None
     return owner.pid
+
+
+def taken_at(folder: RunFolder) -> float:
+    """When the lock of a folder was taken last, in seconds since the epoch; 0 if it doesn't say."""
+    taken = _content(folder).get("taken")
+    return taken if isinstance(taken, float) else 0.0
 
 
 def supervisor_elsewhere(folder: RunFolder) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from tandem.launch.board.assembly import assemble
 from tandem.launch.board.facts import Activity, ask
 from tandem.launch.board.history import History
 from tandem.launch.board.inspection import Inspection
-from tandem.launch.board.look import look
+from tandem.launch.board.look import known_of, look, may_answer
 from tandem.launch.board.page import more
 from tandem.launch.board.snapshot import Known, Queues
 from tandem.launch.host.folder_lock import FolderLock
@@ -179,6 +180,55 @@ def test_a_run_whose_redis_does_not_answer_is_told_from_its_folder(
         lock.release()
     with pytest.raises(StoreError, match="didn't answer"):
         look(None, folder.join)
+
+
+@pytest.mark.parametrize("before", ["stopped", "failed", "running"])
+def test_a_run_that_is_being_resumed_starts_and_its_standstill_is_no_time(
+    before: str, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    now = time.time()
+    # It was up for 100 s, an hour ago; a supervisor that was killed leaves "running".
+    began = {"state": before, "began": now - 3700, "alive": now - 3600}
+    folder.write_run({**began, "wall_seconds": 100.0 if before == "stopped" else 0.0})
+    lock = FolderLock(folder)
+    lock.take()
+    try:
+        made = known_of(folder)
+        assert made.state == "starting"
+        assert made.elapsed_seconds == pytest.approx(100.0)
+        folder.write_run({**began, "state": "running", "began": now - 5, "alive": time.time()})
+        made = known_of(folder)
+        assert made.state == "running"
+        assert made.elapsed_seconds == pytest.approx(5.0, abs=60)
+    finally:
+        lock.release()
+
+
+def test_a_run_whose_report_is_being_drawn_has_finished_and_its_time_counts_once(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    lock = FolderLock(folder)
+    lock.take()
+    try:
+        now = time.time()
+        ended = {"state": "finished", "began": now - 100, "alive": now, "wall_seconds": 100.0}
+        folder.write_run(ended)
+        made = known_of(folder)
+        assert (made.state, made.elapsed_seconds) == ("finished", 100.0)
+        # Its own Redis has ended.
+        assert not may_answer(folder, made)
+    finally:
+        lock.release()
+
+
+def test_a_run_that_starts_is_told_so_though_its_external_redis_says_it_runs() -> None:
+    known = replace(KNOWN, state="starting")
+    assert assemble(known, history(), facts(members=()), now=NOW).state == "starting"
+    assert assemble(known, history(), facts(), now=NOW).state == "running"
 
 
 def held_elsewhere(folder: RunFolder) -> None:
