@@ -336,6 +336,9 @@ def _run_stages(
         }
         content = json.dumps(record, indent=1) + "\n"
         disk.persist(top.stages, lambda: write_atomic(top.stages, content))
+        if any(opening.kind is not Kind.FINISHED for opening in openings):
+            # If this command is killed before it sums them up, the next one must see that it has to.
+            top.summary.unlink(missing_ok=True)
         again = _again(preset, command, top)
         for place, stage in enumerate(stages):
             if openings[place].kind is Kind.FINISHED:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tandem.common.config import to_yaml
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import RunFolder, newest_stage
 from tandem.launch.cli import main
-from tandem.launch.run.opened.presets import load
+from tandem.launch.run.opened.opening import Opening
+from tandem.launch.run.opened.presets import Preset, load
 from tandem.launch.run.several import stages
 from tandem.launch.run.several.stages import folder_of, of_preset, placed, run_words, words_of
 
@@ -392,3 +394,38 @@ stages:
     assert run_words([path], fresh=False, offline=False, plain=True) == 0
     assert summary.read_text() == made
     assert report.exists()
+
+
+def finish(preset: Preset, opening: Opening, *_: object, **__: object) -> int:
+    """Leaves a folder as a run does that has finished."""
+    opening.folder.make()
+    opening.folder.write_config(to_yaml(opening.config))
+    record = {"preset_path": str(preset.path), "overrides": opening.overrides, "state": "finished"}
+    opening.folder.write_run({**opening.run, **record})
+    return 0
+
+
+def test_stages_that_went_on_are_summed_up_though_the_command_was_killed_before_it_could(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, summary = written(TWO), Path("runs/mine/summary.json")
+    monkeypatch.setattr(stages, "run_job", finish)
+
+    def sum_up(*_: object) -> int:
+        summary.write_text("{}")
+        return 0
+
+    def killed(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "_sum_up", sum_up)
+    assert run_words([path], fresh=False, offline=False, plain=True) == 0
+    assert summary.exists()
+    monkeypatch.setattr(stages, "_sum_up", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_words([path, "rl.run.steps=9"], fresh=False, offline=False, plain=True)
+    # The earlier summary tells of fewer steps.
+    assert not summary.exists()
+    monkeypatch.setattr(stages, "_sum_up", sum_up)
+    assert run_words([path], fresh=False, offline=False, plain=True) == 0
+    assert summary.exists()
