@@ -132,6 +132,8 @@ class Drawing:
 
     def __init__(self, folder: RunFolder) -> None:
         command = [sys.executable, "-P", "-m", "tandem.launch.board.report", str(folder.path)]
+        self.interrupted = False
+        """Whether Ctrl-C came while it was waited for: whatever was to follow is given up."""
         self._problem = ""
         # The report of a shorter run would be mistaken for this run's if the drawing failed.
         folder.report.unlink(missing_ok=True)
@@ -157,6 +159,7 @@ class Drawing:
         except subprocess.TimeoutExpired:
             return f"it took longer than {seconds:.0f} s{self._end()}"
         except KeyboardInterrupt:
+            self.interrupted = True
             return f"interrupted{self._end()}"
         if self._process.returncode:
             last = (output.strip() or f"exit code {self._process.returncode}").splitlines()[-1]

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -517,9 +518,10 @@ def _sum_up(
         summaries[stage.label] = read_object(path.read_bytes(), str(path), DataError)
     made = summary.of_stages(preset.name, overrides, summaries)
     disk.persist(top.summary, lambda: summary.write(top, made))
-    problem = Drawing(top).wait()
+    drawing = Drawing(top)
+    problem = drawing.wait()
     for line in summary.stages_table(made, top):
         terminal.say(line)
     if problem:
         terminal.say(f"the report wasn't drawn: {problem}")
-    return 0
+    return 128 + signal.SIGINT if drawing.interrupted else 0

@@ -99,3 +99,20 @@ def test_one_that_can_not_be_ended_is_left_behind_with_a_word(
     process.kill()
     process.wait(10)
     assert said.endswith(f"process {process.pid} was killed and has not gone")
+
+
+def test_ctrl_c_ends_the_drawing_and_is_told(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder, record(1, **{"train/lr": 1e-3}))
+    drawing = report.Drawing(folder)
+    process = drawing._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "communicate", interrupt)
+    assert (drawing.wait(), drawing.interrupted) == ("interrupted", True)
+    assert process.returncode == -signal.SIGKILL

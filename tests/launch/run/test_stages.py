@@ -12,9 +12,12 @@ import pytest
 from tandem.common.config import to_yaml
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import RunFolder, newest_stage
+from tandem.launch.board.terminal import Terminal
 from tandem.launch.cli import main
+from tandem.launch.run.job import Job
 from tandem.launch.run.opened.opening import Opening
 from tandem.launch.run.opened.presets import Preset, load
+from tandem.launch.run.running import Running
 from tandem.launch.run.several import stages
 from tandem.launch.run.several.stages import folder_of, of_preset, placed, run_words, words_of
 
@@ -429,3 +432,35 @@ def test_stages_that_went_on_are_summed_up_though_the_command_was_killed_before_
     monkeypatch.setattr(stages, "_sum_up", sum_up)
     assert run_words([path], fresh=False, offline=False, plain=True) == 0
     assert summary.exists()
+
+
+class Interrupted:
+    """A drawing during which Ctrl-C comes."""
+
+    interrupted = True
+
+    def __init__(self, folder: RunFolder) -> None: ...
+
+    def wait(self) -> str:
+        return "interrupted"
+
+
+def test_ctrl_c_while_a_report_is_drawn_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.launch.board.report.Drawing", Interrupted)
+    monkeypatch.setattr("tandem.launch.run.job.summary.make", lambda **_: {})
+    monkeypatch.setattr("tandem.launch.run.job.summary.table", lambda *_: [])
+    monkeypatch.setattr("tandem.launch.run.running.Running.step", lambda _: 3)
+    begun = []
+
+    def job(preset: Preset, opening: Opening, terminal: Terminal, *, again: str) -> int:
+        begun.append(opening.folder.path.name)
+        finish(preset, opening)
+        made = Job(preset, opening, terminal, began=0.0, again=again)
+        running = Running(opening.config, opening.folder, preset.name, made._record, terminal)
+        return made._finished(running)
+
+    monkeypatch.setattr(stages, "run_job", job)
+    preset = written(TWO.replace("base: miniature-sft", "base: miniature-on-policy"))
+    assert run_words([preset], fresh=False, offline=False, plain=True) == 130
+    assert begun == ["sft"]
+    assert json.loads(Path("runs/mine/sft/run.json").read_text())["state"] == "finished"
