@@ -220,6 +220,14 @@ def words_of(stage: Placed, overrides: Sequence[str], stages: Sequence[Placed]) 
     return kept
 
 
+def _still_named(known: Sequence[str], stages: Sequence[Placed]) -> list[str]:
+    """The overrides of earlier starts without those for stages that there are no longer, as with fewer rounds."""
+    from ....common.config import Config
+
+    names = {one.name for one in stages} | {one.label for one in stages} | set(Config.model_fields)
+    return [word for word in known if "." not in _key(word) or word.partition(".")[0] in names]
+
+
 def _refuse_folder(word: str, setting: str) -> None:
     """Refuses an override that would put a stage where the stages after it don't look.
 
@@ -315,6 +323,7 @@ def _run_stages(
     known = before["overrides"] if before is not None else []
     words = [*known, *overrides]
     stages = placed(preset, words)
+    known = _still_named(known, stages)
     if before is not None:
         _refuse_renaming(top, before["stages"], stages)
     openings = _open(stages, overrides, known)

@@ -464,3 +464,16 @@ def test_ctrl_c_while_a_report_is_drawn_ends_the_command(monkeypatch: pytest.Mon
     assert run_words([preset], fresh=False, offline=False, plain=True) == 130
     assert begun == ["sft"]
     assert json.loads(Path("runs/mine/sft/run.json").read_text())["state"] == "finished"
+
+
+def test_what_was_said_of_a_later_round_is_kept_while_there_are_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, word = written(ROUNDS), "sft-3.run.steps=7"
+    monkeypatch.setattr(stages, "run_job", lambda *_, **__: 3)
+    for words in (["rounds=3", word], ["rounds=2"], [], ["rounds=3"]):
+        assert run_words([path, *words], fresh=False, offline=False, plain=True) == 3
+    assert word in json.loads(Path("runs/mine/stages.json").read_text())["overrides"]
+    # One that is given now must mean something.
+    with pytest.raises(ConfigError, match="unknown config key sft-3"):
+        run_words([path, "rounds=2", word], fresh=False, offline=False, plain=True)
