@@ -277,6 +277,19 @@ def _begun_from(model: str, stages: Mapping[Path, str]) -> str:
     return model if maker is None or Path(model).exists() else stages[maker]
 
 
+def begun_with(preset: Preset, overrides: Sequence[str]) -> list[str] | None:
+    """The overrides of earlier starts that still count; None where no stage of the preset was started.
+
+    Raises:
+        DataError: the folder holds something else.
+    """
+    before = _read(RunFolder(folder_of(preset, overrides)), preset) if preset.stages else None
+    if before is None:
+        return None
+    known = before["overrides"]
+    return _still_named(known, placed(preset, [*known, *overrides]))
+
+
 def run_words(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = False) -> int:
     """Runs ``tandem start`` (or ``offline``) and returns the exit code.
 
