@@ -130,8 +130,13 @@ def _state(known: Known, facts: Facts | None) -> str | None:
     if facts is None or known.state == "draining":
         return known.state
     # An external Redis outlives the run's processes and still says "running".
-    left = known.state in ("stopped", "failed") and not facts.members
-    return known.state if left else facts.state
+    if known.state in ("starting", "stopped", "failed") and not facts.members:
+        return known.state
+    # The state in Redis stays "running" while the run drains: the head says so of itself.
+    heads = [host for host in facts.hosts if host.state.role == HEAD and host.age < FRESH_SECONDS]
+    if facts.state == "running" and any(head.state.leaving for head in heads):
+        return "draining"
+    return facts.state
 
 
 def _fresh(facts: Facts | None, now: float) -> dict[str, Mapping[str, Any]]:

@@ -67,24 +67,26 @@ class History:
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._evaluations: dict[tuple[str, int], Evaluated] = {}
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Mapping[str, Any]) -> bool:
+        """Takes a record; returns whether it is an evaluation."""
         step = record.get("step")
         if type(step) is not int:
-            return
+            return False
         found = list(_evaluations(record, step))
         if found:
             # The evaluation's step is that of the weights, which may be long past.
             self._evaluations.update({(one.set, one.step): one for one in found})
-            return
+            return True
         recent = self._recent
         if HELD_OUT_PAIRS in record:
-            return
+            return False
         if recent and (step <= recent[-1]["step"] or record.get("term") != recent[-1].get("term")):
             # The learner was restarted: the time in between says nothing about the pace.
             recent.clear()
         recent.append(record)
         self.step = max(self.step, step)
         self.note_alarm(record)
+        return False
 
     def note_alarm(self, record: Mapping[str, Any]) -> None:
         """Takes only the alarm from a step's record."""
@@ -97,13 +99,23 @@ class History:
             self.alarm = f"step {step}: {alarm}{others}"
 
     @property
+    def alarm_step(self) -> int:
+        """The step of the newest alarm; 0 if there was none."""
+        return self._alarms[0]
+
+    @property
     def evaluations(self) -> tuple[Evaluated, ...]:
         """All evaluations, by step and set."""
         return tuple(sorted(self._evaluations.values(), key=lambda one: (one.step, one.set)))
 
+    @property
+    def newest(self) -> Mapping[str, Any] | None:
+        """The newest step's record; None before the first."""
+        return self._recent[-1] if self._recent else None
+
     def last(self, *names: str) -> float | None:
         """The value, in the newest step, of the first of these metrics that the step has."""
-        return first_number(self._recent[-1], *names) if self._recent else None
+        return first_number(self.newest, *names) if self.newest is not None else None
 
     def values(self, name: str) -> tuple[float, ...]:
         """A metric's values in those recent steps that have it."""

@@ -11,7 +11,7 @@ from ...common.errors import ConfigError, DataError, StoreError
 from ...common.plain import read_object
 from ...common.run_folder import RunFolder, read_join, wall_seconds
 from ...replay.connection import connect
-from ..host.folder_lock import supervisor_elsewhere, supervisor_of
+from ..host.folder_lock import supervisor_elsewhere, supervisor_of, taken_at
 from ..wording import shown
 from .assembly import assemble
 from .facts import Facts, ask
@@ -72,10 +72,13 @@ def known_of(folder: RunFolder) -> Known:
     # A head leaves its name in the lock, so the record says whether it has ended.
     elsewhere = "" if state in ENDED else supervisor_elsewhere(folder)
     elapsed = wall_seconds(record)
-    if supervisor is not None:
+    if supervisor is not None and 0 < _seconds(record.get("alive")) < taken_at(folder):
+        # The start that is under way hasn't written anything yet: the record is as the one before has left it.
+        state = "starting"
+    elif supervisor is not None and state not in ENDED:
         elapsed = _seconds(record.get("wall_seconds"))
         elapsed += max(0.0, time.time() - (_seconds(record.get("began")) or time.time()))
-    elif state not in ENDED and not elsewhere:
+    elif supervisor is None and state not in ENDED and not elsewhere:
         state = "stopped"
     settings = _settings(folder)
     run = _part(settings, "run")
@@ -106,8 +109,9 @@ def _ask(join_file: Path) -> Facts:
 
 
 def may_answer(folder: RunFolder, known: Known) -> bool:
-    """Whether a run's Redis may be up: its own ends with the run."""
-    under_way = known.supervisor is not None or bool(known.elsewhere)
+    """Whether a run's Redis may be up: its own ends with the run, before the report is drawn."""
+    supervised = known.supervisor is not None and known.state not in ENDED
+    under_way = supervised or bool(known.elsewhere)
     return under_way or _part(_settings(folder), "replay").get("redis_url") is not None
 
 

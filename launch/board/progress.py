@@ -35,7 +35,7 @@ class Progress:
         self._restarts = restarts
         self._held_out = held_out
         self._said_step = 0
-        self._alarm = ""
+        self._alarm_step = 0
         self._lock = threading.Lock()
         self.history = History()
         """What the metrics say; read it inside :meth:`reading`."""
@@ -49,28 +49,45 @@ class Progress:
 
     def skip(self) -> None:
         """Reads what was written before this start of the run without reporting it."""
+        self._read_all()
+        self._said_step = self.step
+        self._alarm_step = self.history.alarm_step
+
+    def _read_all(self) -> None:
+        """Reads the metrics from their beginning, and parses only what is kept of them."""
         self._tail.skip()
         self.history = read(self._path)
-        self._said_step = self.step
-        self._alarm = self.history.alarm
         self.moved = time.monotonic()
 
     def update(self) -> None:
         """Reads what is new; prints a line every ``every`` steps."""
         with self._lock:
+            if self._tail.was_cut():
+                self._go_back()
             for record in self._tail.records():
-                evaluations = len(self.history.evaluations)
-                self.history.add(record)
-                if len(self.history.evaluations) == evaluations:
+                if not self.history.add(record):
                     self.moved = time.monotonic()
-                if self.step - self._said_step >= self._every or (
-                    self.step == self._total and self.step > self._said_step
-                ):
-                    self._said_step = self.step
-                    if self.history.alarm != self._alarm:
-                        self._alarm = self.history.alarm
-                        self._say(f"alarm: {self._alarm}")
-                    self._say(self.line(record))
+                self._report(record)
+
+    def _go_back(self) -> None:
+        """Follows a learner that has started again and cut the metrics back to its checkpoint."""
+        reached = self.step
+        self._read_all()
+        # Steps that are trained again are no progress.
+        self.history.step = max(reached, self.step)
+        if self.history.newest is not None:
+            self._report(self.history.newest)
+
+    def _report(self, record: Mapping[str, Any]) -> None:
+        """Prints a line about a step if one is due."""
+        due = self.step - self._said_step >= self._every
+        if not due and not (self.step == self._total and self.step > self._said_step):
+            return
+        self._said_step = self.step
+        if self.history.alarm_step > self._alarm_step:
+            self._alarm_step = self.history.alarm_step
+            self._say(f"alarm: {self.history.alarm}")
+        self._say(self.line(record))
 
     @contextmanager
     def reading(self) -> Iterator[History]:

@@ -10,6 +10,7 @@ The report of several stages shows one after the other, with a line between them
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from typing import Any
 from ...common.errors import DataError
 from ...common.parts import read_parts
 from ...common.run_folder import RunFolder, read_stages
+
+log = logging.getLogger("tandem.launch")
 
 SECONDS = 120.0
 """How long the drawing may take; at its first start on a machine matplotlib reads all fonts."""
@@ -132,6 +135,8 @@ class Drawing:
 
     def __init__(self, folder: RunFolder) -> None:
         command = [sys.executable, "-P", "-m", "tandem.launch.board.report", str(folder.path)]
+        self.interrupted = False
+        """Whether Ctrl-C came while it was waited for: whatever was to follow is given up."""
         self._problem = ""
         # The report of a shorter run would be mistaken for this run's if the drawing failed.
         folder.report.unlink(missing_ok=True)
@@ -157,6 +162,7 @@ class Drawing:
         except subprocess.TimeoutExpired:
             return f"it took longer than {seconds:.0f} s{self._end()}"
         except KeyboardInterrupt:
+            self.interrupted = True
             return f"interrupted{self._end()}"
         if self._process.returncode:
             last = (output.strip() or f"exit code {self._process.returncode}").splitlines()[-1]
@@ -188,7 +194,8 @@ def draw(folder: RunFolder) -> Path:
         # The steps of a later stage go on after those of the stages before it.
         before = max((int(record.get("step") or 0) for record in metrics), default=0)
         borders.append(before)
-        for record in read_parts(run.metrics):
+        # A line that is damaged is left out here; the summary has told of it.
+        for record in read_parts(run.metrics, log.warning):
             kept = {k: v for k, v in record.items() if k in wanted or k.startswith("eval/")}
             if "step" in kept:
                 kept["step"] += before

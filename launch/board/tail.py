@@ -46,9 +46,14 @@ class MetricsTail:
                     # A line that a crash cut in two is left out; the learner repeats that step.
                     yield from parsed([line])
 
+    def was_cut(self) -> bool:
+        """Whether a file that was read has been cut back or replaced since, so that all lines come again."""
+        return self._inode != -1 and not self._is_where_it_was()
+
     def skip(self) -> None:
         """Skips everything that is there."""
         there = parts(self._path)
+        self._part, self._inode = self._path, -1
         if there:
             self._part = there[-1]
             self._offset, self._inode = whole_end(self._part), self._part.stat().st_ino

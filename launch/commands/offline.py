@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import logging
 
 from ...common.errors import ConfigError, DataError
 from ...common.parts import read_parts
 from ...common.run_folder import RunFolder
 from .options import add_start_options
+
+log = logging.getLogger("tandem.launch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +60,7 @@ def _of_step(words: list[str], step: int) -> list[str]:
 
 def _print(folder: RunFolder, step: int) -> None:
     """Prints the step's figures, with every digit."""
-    for record in read_parts(folder.metrics):
+    for record in read_parts(folder.metrics, log.warning):
         if record.get("step") == step and "train/lr" in record:
             width = max(map(len, record)) + 2
             print("\n".join(f"{name:<{width}}{record[name]!r}" for name in sorted(record)))

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..run.several.sweep import dry_run, plan
 
-    sweep = plan(arguments.words, seeds=arguments.seeds, out=arguments.out)
+    sweep = plan(arguments.words, seeds=arguments.seeds, out=arguments.out, jobs=arguments.jobs)
     if arguments.dry_run:
         return dry_run(sweep)
     from ..run.several.sweep_runs import run_sweep

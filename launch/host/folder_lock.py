@@ -49,9 +49,17 @@ class Holder:
 
 
 class FolderLock:
-    def __init__(self, folder: RunFolder) -> None:
+    """The lock of one folder.
+
+    Args:
+        folder: the folder.
+        named_with: how a user names another one.
+    """
+
+    def __init__(self, folder: RunFolder, named_with: str = "run.dir=…") -> None:
         self._folder = folder
-        self._term = HeadTerm(folder)
+        self._named_with = named_with
+        self._term = HeadTerm(folder, named_with)
         self._descriptor: int | None = None
         self._content: dict[str, object] = {}
 
@@ -80,7 +88,7 @@ class FolderLock:
                 raise HeldError(
                     f"{self._folder.path} is in use by process {owner.pid if owner else '?'}"
                     f"{f' on {host}' if elsewhere else ''} (`tandem stop` or Ctrl-C there "
-                    f"ends it), or name another folder: run.dir=…"
+                    f"ends it), or name another folder: {self._named_with}"
                 )
             server = _holder(content, "redis")
             if not ended_server and server is not None:
@@ -108,6 +116,7 @@ class FolderLock:
         me = Holder.of(os.getpid())
         self._content = {
             "host": socket.gethostname(),
+            "taken": time.time(),
             "supervisor": {"pid": me.pid, "started": me.started},
         }
         self._write()
@@ -149,6 +158,12 @@ def supervisor_of(folder: RunFolder) -> int | None:
     if owner is None or owner.process() is None or not _has_open(owner.pid, folder.lock):
         return None
     return owner.pid
+
+
+def taken_at(folder: RunFolder) -> float:
+    """When the lock of a folder was taken last, in seconds since the epoch; 0 if it doesn't say."""
+    taken = _content(folder).get("taken")
+    return taken if isinstance(taken, float) else 0.0
 
 
 def supervisor_elsewhere(folder: RunFolder) -> str:

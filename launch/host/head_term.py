@@ -104,10 +104,16 @@ class Before(Enum):
 
 
 class HeadTerm:
-    """The term of one run folder; taken under the folder's lock."""
+    """The term of one run folder; taken under the folder's lock.
 
-    def __init__(self, folder: RunFolder) -> None:
+    Args:
+        folder: the folder.
+        named_with: how a user names another one.
+    """
+
+    def __init__(self, folder: RunFolder, named_with: str = "run.dir=…") -> None:
         self._run = folder
+        self._named_with = named_with
         self._folder = folder.path / "head"
         self._path: Path | None = None
         self._own = Head.own(folder.path)
@@ -208,7 +214,7 @@ class HeadTerm:
                 raise
             raise TandemError(
                 f"{self._run.path} is on a file system without hard links ({error.strerror}), by which one head of a "
-                f"run keeps others away: name a folder on another file system with run.dir=…"
+                f"run keeps others away: name a folder on another file system with {self._named_with}"
             ) from None
         finally:
             whole.unlink(missing_ok=True)
@@ -216,7 +222,7 @@ class HeadTerm:
     def _held(self, head: Head | None) -> HeldError:
         return HeldError(
             f"{self._run.path} is in use by {head or 'another host'}, which is alive: `tandem stop` or Ctrl-C there "
-            f"ends it, or name another folder: run.dir=…"
+            f"ends it, or name another folder: {self._named_with}"
         )
 
     def _beat(self, path: Path) -> None:

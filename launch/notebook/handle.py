@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from ...common.errors import DataError, DeadlineError, TandemError
 from ...common.parts import read_parts
 from ...common.run_folder import RunFolder, newest_stage, read_stages
 from ..host.redis_server import PASSWORD_VARIABLE
-from ..run.ending import LOOK_SECONDS, ask_to_end, supervising_all
+from ..run.ending import LOOK_SECONDS, ask_to_end, supervising_all, was_stopped
 from ..run.opened.record import apart
 from . import tables
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
     from ...common.config import Config
 
-STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-"""Signals that ask a run to stop."""
 SAID = 4_000
 """Characters of the end of a run's output that an error shows."""
 
@@ -201,8 +198,7 @@ class Run:
                 raise DeadlineError(f"{self.path}: the run goes on after {seconds:.0f} s")
             time.sleep(LOOK_SECONDS)
         code = 0 if self._process is None else self._process.returncode
-        # A command that was asked to stop ends with 128 and the signal's number, or by the signal before it heeds any.
-        if code and not (code > 128 or -code in STOPS):
+        if code and not was_stopped(code):
             raise TandemError(self.output[-SAID:].strip() or f"{self.path}: the run has failed")
         # No stage begins after one that has failed.
         if self.folder.read_run().get("state") == "failed":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,11 @@ from ..plan.node import node
 from ..plan.placement import Placement, gpus_needed, workers_of
 from ..plan.planning import Plan, Planned
 from ..wording import human, shown
-from .opened.opening import Opening, open_preset, open_run
+from .opened.opening import Opening, free_name, open_preset, open_run
 from .opened.presets import Preset
 from .processes import roles as started
 from .processes.parts import ProcessSpec, command_of
-from .several.stages import of_plan
+from .several.stages import begun_with, folder_of, of_plan
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -49,10 +50,16 @@ def dry_run(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
     """
     preset, overrides = open_preset(words, offline=offline)
     earlier: list[Path] = []
-    for label, run, own in of_plan(preset, overrides):
+    known, aside = begun_with(preset, overrides), None
+    if known is not None and fresh:
+        # The folder of all stages is moved, and not that of each.
+        known, aside = None, free_name(RunFolder(folder_of(preset, overrides)).path)
+    for label, run, own in of_plan(preset, [*(known or []), *overrides]):
         if label:
             print(f"# stage {label}")
         opening = open_run(run, own, fresh=fresh, offline=offline and not label)
+        if aside is not None and opening.set_aside is not None:
+            opening = replace(opening, set_aside=aside / label)
         _print(run, opening, earlier)
         earlier.append(opening.folder.path)
     return 0

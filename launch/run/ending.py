@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from ..host.folder_lock import supervisor_of
 
 LOOK_SECONDS = 0.05
 """Time between two looks whether it has ended."""
+STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+"""Signals that ask a run to stop."""
 
 
 def supervising(folder: RunFolder) -> psutil.Process | None:
@@ -54,6 +57,12 @@ def ask_to_end(folder: RunFolder, process: psutil.Process, seconds: float) -> fl
             )
         time.sleep(LOOK_SECONDS)
     return time.monotonic() - began
+
+
+def was_stopped(code: int) -> bool:
+    """Whether a run's exit code is of one that was asked to stop: 128 and the signal's number, or the signal itself
+    if it came before the run heeded any."""
+    return code > 128 or -code in STOPS
 
 
 def goes_on(process: psutil.Process) -> bool:

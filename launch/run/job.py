@@ -305,7 +305,8 @@ class Job:
                 state="finished", wall_seconds=seconds, stopped=findings.stopped
             ),
         )
-        problem = Drawing(self._folder).wait()
+        drawing = Drawing(self._folder)
+        problem = drawing.wait()
         for line in summary.table(made, self._folder):
             self._say(line)
         if problem:
@@ -313,4 +314,5 @@ class Job:
         if self._command is None:
             following = summary.next_command(self._config, self._preset.name, self._machine)
             self._say(f"next: {following}")
-        return 0
+        # The run is over all the same, but no stage after it begins.
+        return 128 + signal.SIGINT if drawing.interrupted else 0

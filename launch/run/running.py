@@ -138,42 +138,53 @@ class Running:
         Raises:
             TandemError: the run can't go on; it can be resumed.
         """
-        with self._supervisor as supervisor:
-            self._terminal.go_live(self._look)
-            server = redis_part.part(
-                self._config, self._folder, join, lock, before_end=self._ask_last, say=self._say
-            )
-            version = redis_part.await_ready(server, supervisor, self._folder, join)
-            if version is None or supervisor.stop_requested:
-                supervisor.drain()
-                return Outcome.STOPPED
-            self._record.note(redis_version=version)
-            self._record.reached("redis_ready")
-            # Redis may also die while problems are put into it.
-            if not supervisor.watch_during(lambda: self._fill(join, fill)):
-                supervisor.drain()
-                return Outcome.STOPPED
-            self._link = self._join_hosts(len(parts))
-            if convener is not None:
-                convener.begin(self._link)
-            if self._terminal.live and self._store is not None:
-                self._look.ask(self._store)
-            self._record.reached("redis_filled")
-            for part in parts:
-                supervisor.start(part)
-            self._record.reached("processes_started")
-            self._write_state("running")
+        with self._supervisor:
             try:
-                outcome = supervisor.run()
+                return self._run(join, lock, fill, parts, convener)
             except DiskFull:
                 self._write_state("stopped")
                 raise
             except TandemError:
                 self._write_state("failed")
                 raise
-            if outcome is Outcome.FINISHED and server is None:
-                self._ask_last()
-            return outcome
+
+    def _run(
+        self,
+        join: JoinInfo,
+        lock: FolderLock,
+        fill: Callable[[Store], None],
+        parts: Sequence[Part],
+        convener: Convener | None,
+    ) -> Outcome:
+        supervisor = self._supervisor
+        self._terminal.go_live(self._look)
+        server = redis_part.part(
+            self._config, self._folder, join, lock, before_end=self._ask_last, say=self._say
+        )
+        version = redis_part.await_ready(server, supervisor, self._folder, join)
+        if version is None or supervisor.stop_requested:
+            supervisor.drain()
+            return Outcome.STOPPED
+        self._record.note(redis_version=version)
+        self._record.reached("redis_ready")
+        # Redis may also die while problems are put into it.
+        if not supervisor.watch_during(lambda: self._fill(join, fill)):
+            supervisor.drain()
+            return Outcome.STOPPED
+        self._link = self._join_hosts(len(parts))
+        if convener is not None:
+            convener.begin(self._link)
+        if self._terminal.live and self._store is not None:
+            self._look.ask(self._store)
+        self._record.reached("redis_filled")
+        for part in parts:
+            supervisor.start(part)
+        self._record.reached("processes_started")
+        self._write_state("running")
+        outcome = supervisor.run()
+        if outcome is Outcome.FINISHED and server is None:
+            self._ask_last()
+        return outcome
 
     def end(self) -> None:
         """Ends the view and everything that still queries Redis; may be called twice."""

@@ -31,7 +31,17 @@ from ....common.memory import kills
 from ....common.waiting import Wait
 from ...wording import shown
 from .disk_watch import DiskWatch
-from .parts import Interruption, Part, ProcessSpec, described, exit_of, last_lines, now, signal_name
+from .parts import (
+    Interruption,
+    Part,
+    ProcessSpec,
+    Stage,
+    described,
+    exit_of,
+    last_lines,
+    now,
+    signal_name,
+)
 
 LONGEST_PAUSE = 30.0
 """Seconds between two attempts at most."""
@@ -343,8 +353,8 @@ class Supervisor:
             self._say(f"{spec.name} {described(died)}; it is started again once there is space")
             return
         how = self._how(died) if not why else described(died)
-        # Redis' own part is the one with last words.
-        if not why and died not in HOPELESS and part.before_end is None and self._redis_away():
+        redis = part.stage == Stage.REDIS
+        if not why and died not in HOPELESS and not redis and self._redis_away():
             # The outage's doing: whoever waits for Redis ends after a while, as often as it takes.
             self._start_again(part, spec, died, f"{how} while Redis is away")
             return

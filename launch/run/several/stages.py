@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,6 +220,14 @@ def words_of(stage: Placed, overrides: Sequence[str], stages: Sequence[Placed]) 
     return kept
 
 
+def _still_named(known: Sequence[str], stages: Sequence[Placed]) -> list[str]:
+    """The overrides of earlier starts without those for stages that there are no longer, as with fewer rounds."""
+    from ....common.config import Config
+
+    names = {one.name for one in stages} | {one.label for one in stages} | set(Config.model_fields)
+    return [word for word in known if "." not in _key(word) or word.partition(".")[0] in names]
+
+
 def _refuse_folder(word: str, setting: str) -> None:
     """Refuses an override that would put a stage where the stages after it don't look.
 
@@ -268,6 +277,19 @@ def _begun_from(model: str, stages: Mapping[Path, str]) -> str:
     return model if maker is None or Path(model).exists() else stages[maker]
 
 
+def begun_with(preset: Preset, overrides: Sequence[str]) -> list[str] | None:
+    """The overrides of earlier starts that still count; None where no stage of the preset was started.
+
+    Raises:
+        DataError: the folder holds something else.
+    """
+    before = _read(RunFolder(folder_of(preset, overrides)), preset) if preset.stages else None
+    if before is None:
+        return None
+    known = before["overrides"]
+    return _still_named(known, placed(preset, [*known, *overrides]))
+
+
 def run_words(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = False) -> int:
     """Runs ``tandem start`` (or ``offline``) and returns the exit code.
 
@@ -314,6 +336,7 @@ def _run_stages(
     known = before["overrides"] if before is not None else []
     words = [*known, *overrides]
     stages = placed(preset, words)
+    known = _still_named(known, stages)
     if before is not None:
         _refuse_renaming(top, before["stages"], stages)
     openings = _open(stages, overrides, known)
@@ -336,6 +359,9 @@ def _run_stages(
         }
         content = json.dumps(record, indent=1) + "\n"
         disk.persist(top.stages, lambda: write_atomic(top.stages, content))
+        if any(opening.kind is not Kind.FINISHED for opening in openings):
+            # If this command is killed before it sums them up, the next one must see that it has to.
+            top.summary.unlink(missing_ok=True)
         again = _again(preset, command, top)
         for place, stage in enumerate(stages):
             if openings[place].kind is Kind.FINISHED:
@@ -514,9 +540,10 @@ def _sum_up(
         summaries[stage.label] = read_object(path.read_bytes(), str(path), DataError)
     made = summary.of_stages(preset.name, overrides, summaries)
     disk.persist(top.summary, lambda: summary.write(top, made))
-    problem = Drawing(top).wait()
+    drawing = Drawing(top)
+    problem = drawing.wait()
     for line in summary.stages_table(made, top):
         terminal.say(line)
     if problem:
         terminal.say(f"the report wasn't drawn: {problem}")
-    return 0
+    return 128 + signal.SIGINT if drawing.interrupted else 0

@@ -48,6 +48,8 @@ class Member:
     """The words of its ``tandem`` command."""
     gpus: int = 0
     """Number of GPUs that it needs; 0 if it is placed on CPUs."""
+    redis_port: int | None = None
+    """The port of its own Redis, if ``launch.ports`` settles it."""
     seen: tuple[GpuName, ...] = ()
     """The GPUs that it has while it is running."""
     state: str = "waiting"
@@ -116,18 +118,22 @@ class Sweep:
 # -- what is to be run ------------------------------------------------------------------------------
 
 
-def plan(words: Sequence[str], *, seeds: str, out: str | None) -> Sweep:
+def plan(words: Sequence[str], *, seeds: str, out: str | None, jobs: int = 1) -> Sweep:
     """Resolves every run of a sweep; writes nothing.
 
     Args:
         words: a preset and settings, of which at least one has several values.
         seeds: a number of seeds, or the seeds separated by commas.
         out: the sweep's folder; None = ``runs/sweep-<preset>``.
+        jobs: number of runs that may be up at a time.
 
     Raises:
-        ConfigError: nothing varies, a run would be refused, or two combinations are the same.
+        ConfigError: nothing varies, a run would be refused, two combinations are the same, or so many runs can't be up
+            at a time.
         DataError: the folder holds another sweep or something else.
     """
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs}: at least 1 run is needed at a time")
     name, overrides = split(words, "miniature")
     preset = load(name)
     if preset.stages:
@@ -144,10 +150,13 @@ def plan(words: Sequence[str], *, seeds: str, out: str | None) -> Sweep:
     )
     sweep = _as_begun(sweep)
     here = machine()
+    members = list(_members(sweep, preset, here))
+    if jobs > 1:
+        _refuse_one_port(members, jobs)
     return Sweep(
         **sweep.definition,
         out=sweep.out,
-        members=list(_members(sweep, preset, here)),
+        members=members,
         gpus=[gpu.told for gpu in here.gpus],
         password=password,
     )
@@ -259,6 +268,7 @@ def _members(sweep: Sweep, preset: Preset, here: Machine) -> Iterator[Member]:
                 twin = same.setdefault(json.dumps(tree), about)
                 if twin != about:
                     raise ConfigError(f"{twin} and {about} are the same run: leave one out")
+            ports, url = opening.config.launch.port_range, opening.config.replay.redis_url
             offline = opening.config.learner.source == "offline"
             yield Member(
                 name=path.name,
@@ -267,7 +277,20 @@ def _members(sweep: Sweep, preset: Preset, here: Machine) -> Iterator[Member]:
                 folder=opening.folder,
                 words=("offline" if offline else "start", sweep.preset, *words),
                 gpus=gpus,
+                redis_port=ports[0] if ports is not None and url is None else None,
                 state={Kind.NEW: "waiting", Kind.RESUMED: "stopped"}.get(opening.kind, "finished"),
+            )
+
+
+def _refuse_one_port(members: Sequence[Member], jobs: int) -> None:
+    """Refuses runs side by side of which each would have its Redis on the same port."""
+    used = Counter(one.redis_port for one in members if one.state != "finished")
+    del used[None]
+    for port, runs in used.items():
+        if runs > 1:
+            raise ConfigError(
+                f"--jobs {jobs}: launch.ports puts the Redis of {runs} runs on port {port}, so that only one of them can "
+                f"be up at a time: give --jobs 1, leave launch.ports out, or name one Redis for all with replay.redis_url"
             )
 
 

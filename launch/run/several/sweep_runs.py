@@ -14,33 +14,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ....common import disk
-from ....common.errors import ConfigError
 from ....common.run_folder import RunFolder
+from ....common.waiting import Wait
 from ...board.terminal import Terminal
-from ...host.folder_lock import FolderLock
+from ...host.folder_lock import FolderLock, supervisor_of
 from ...host.redis_server import PASSWORD_NOTE, PASSWORD_VARIABLE
 from ...plan.hardware import GpuName
 from ...wording import shown
+from ..ending import was_stopped
 from ..processes.parts import described, last_lines, seeing
 from .sweep import Member, Sweep, accuracy, table, wall_time, write
 
 LOOK_SECONDS = 0.2
 """Time between two looks at the runs that are under way."""
+EARLIER_SECONDS = 300.0
+"""How long runs that an earlier sweep has left behind may take to end before theirs are tried."""
 
 
 def run_sweep(sweep: Sweep, *, jobs: int) -> int:
-    """Runs what isn't finished, and returns the exit code: 1 if a run failed.
+    """Runs what isn't finished, and returns the exit code: 1 if a run failed or was stopped.
 
     Raises:
-        ConfigError: ``jobs`` isn't a number of runs.
         TandemError: another process runs this sweep.
     """
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs}: at least 1 run is needed at a time")
     disk.keep_streams()
     terminal = Terminal(plain=True)
     sweep.out.mkdir(parents=True, exist_ok=True)
-    lock = FolderLock(RunFolder(sweep.out))
+    lock = FolderLock(RunFolder(sweep.out), "--out DIR")
     lock.take()
     try:
         stopped_by = _Runs(sweep, jobs, terminal).run()
@@ -60,7 +60,12 @@ def run_sweep(sweep: Sweep, *, jobs: int) -> int:
         )
         for member in failed:
             terminal.say(f"  {shown(member.folder.path)}: {member.error}")
-    return 1 if failed else 0
+    stopped = sum(member.state == "stopped" for member in sweep.members)
+    if stopped:
+        terminal.say(
+            f"{stopped} of {len(sweep.members)} runs were stopped; the same command resumes them"
+        )
+    return 1 if failed or stopped else 0
 
 
 class _Runs:
@@ -87,6 +92,7 @@ class _Runs:
         write(self._sweep)
         forwarded = 0
         with self._heeding():
+            self._await_earlier()
             while self._running or (self._waiting and not self._signals):
                 while not self._signals and self._may_start():
                     self._start(self._waiting.pop(0))
@@ -114,6 +120,23 @@ class _Runs:
                 member.process.terminate()
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+    def _await_earlier(self) -> None:
+        """Waits for the end of runs that other processes have, so that nothing is started beside them.
+
+        A sweep that was killed leaves its runs behind, which checkpoint before they end.
+        """
+        wait = Wait("", "end", EARLIER_SECONDS)
+        told = False
+        while not self._signals:
+            pids = {one.name: supervisor_of(one.folder) for one in self._waiting}
+            wait.who = ", ".join(f"{name} (process {pid})" for name, pid in pids.items() if pid)
+            if not wait.who or wait.expired(self._say):
+                return
+            if not told:
+                self._say(f"waiting for the end of what an earlier start has left: {wait.who}")
+                told = True
+            time.sleep(LOOK_SECONDS)
 
     def _may_start(self) -> bool:
         """Whether there is a next run, fewer than ``jobs`` are under way, and its GPUs are free."""
@@ -173,8 +196,10 @@ class _Runs:
         if code == 0:
             member.state = "finished"
             self._say(f"{member.name} {accuracy([member])}, {wall_time([member])}")
-        elif self._signals:
+        elif self._signals or was_stopped(code):
             member.state = "stopped"
+            if not self._signals:
+                self._say(f"{member.name} was stopped")
         else:
             member.state = "failed"
             last = last_lines(member.log, 1).strip().removeprefix("| ").removeprefix("tandem: ")

@@ -14,6 +14,7 @@ from PIL import Image
 from tandem.common.errors import DataError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.board import report
+from tandem.launch.commands import offline
 
 
 @pytest.fixture
@@ -45,10 +46,20 @@ def test_a_run_without_rewards_or_evaluations_is_drawn_too(folder: RunFolder) ->
 def test_why_there_is_no_report_is_one_line(folder: RunFolder) -> None:
     assert report.Drawing(folder).wait() == f"{folder.metrics} has no steps to draw"
     folder.metrics.write_text("no json\n" * 3)
-    said = report.Drawing(folder).wait()
-    assert said.startswith("line 1 of ")
-    assert "\n" not in said
+    assert report.Drawing(folder).wait() == f"{folder.metrics} has no steps to draw"
     assert not folder.report.exists()
+
+
+def test_a_damaged_line_of_the_metrics_keeps_no_report_and_no_step_from_being_shown(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder, *(record(n, **{"train/lr": 1e-3}) for n in range(1, 4)))
+    folder.metrics.write_text(folder.metrics.read_text().replace('"step": 2', '"step": ?'))
+    assert report.Drawing(folder).wait() == ""
+    assert folder.report.exists()
+    offline._print(folder, 3)
+    assert "train/lr" in capsys.readouterr().out
+    assert "left out: line 2 of" in caplog.text
 
 
 def test_without_matplotlib_it_says_how_to_get_it(
@@ -99,3 +110,20 @@ def test_one_that_can_not_be_ended_is_left_behind_with_a_word(
     process.kill()
     process.wait(10)
     assert said.endswith(f"process {process.pid} was killed and has not gone")
+
+
+def test_ctrl_c_ends_the_drawing_and_is_told(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder, record(1, **{"train/lr": 1e-3}))
+    drawing = report.Drawing(folder)
+    process = drawing._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "communicate", interrupt)
+    assert (drawing.wait(), drawing.interrupted) == ("interrupted", True)
+    assert process.returncode == -signal.SIGKILL

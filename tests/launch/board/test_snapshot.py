@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from tandem.launch.board.assembly import assemble
 from tandem.launch.board.facts import Activity, ask
 from tandem.launch.board.history import History
 from tandem.launch.board.inspection import Inspection
-from tandem.launch.board.look import look
+from tandem.launch.board.look import known_of, look, may_answer
 from tandem.launch.board.page import more
 from tandem.launch.board.snapshot import Known, Queues
 from tandem.launch.host.folder_lock import FolderLock
 from tandem.replay.connection import Store, connect
+from tandem.replay.hosts import HEAD, Host, HostState
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings
 from tandem.replay.members import Members
@@ -88,6 +90,26 @@ def test_a_report_counts_once_and_for_as_long_as_it_is_recent() -> None:
 def test_without_redis_the_folder_and_the_metrics_tell_what_they_can() -> None:
     made = assemble(KNOWN, history(), now=NOW)
     assert (made.state, made.step, made.members) == ("running", 100, ())
+
+
+@pytest.mark.parametrize(
+    ("leaving", "age", "state", "told"),
+    [
+        (False, 0.5, "running", "running"),
+        (True, 0.5, "running", "draining"),
+        (True, 0.5, "finished", "finished"),
+        # An earlier start of the head has left it.
+        (True, 300.0, "running", "running"),
+    ],
+)
+def test_a_run_drains_while_its_head_says_so(
+    leaving: bool, age: float, state: str, told: str
+) -> None:
+    said = HostState(
+        host="here", address="127.0.0.1", pid=77, role=HEAD, processes=3, leaving=leaving
+    )
+    head = Host(member="here-0a1b2c", state=said, age=age)
+    assert snapshot(state=state, hosts=(head,)).state == told
 
 
 def test_without_a_folder_the_learners_report_tells_the_step() -> None:
@@ -158,6 +180,55 @@ def test_a_run_whose_redis_does_not_answer_is_told_from_its_folder(
         lock.release()
     with pytest.raises(StoreError, match="didn't answer"):
         look(None, folder.join)
+
+
+@pytest.mark.parametrize("before", ["stopped", "failed", "running"])
+def test_a_run_that_is_being_resumed_starts_and_its_standstill_is_no_time(
+    before: str, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    now = time.time()
+    # It was up for 100 s, an hour ago; a supervisor that was killed leaves "running".
+    began = {"state": before, "began": now - 3700, "alive": now - 3600}
+    folder.write_run({**began, "wall_seconds": 100.0 if before == "stopped" else 0.0})
+    lock = FolderLock(folder)
+    lock.take()
+    try:
+        made = known_of(folder)
+        assert made.state == "starting"
+        assert made.elapsed_seconds == pytest.approx(100.0)
+        folder.write_run({**began, "state": "running", "began": now - 5, "alive": time.time()})
+        made = known_of(folder)
+        assert made.state == "running"
+        assert made.elapsed_seconds == pytest.approx(5.0, abs=60)
+    finally:
+        lock.release()
+
+
+def test_a_run_whose_report_is_being_drawn_has_finished_and_its_time_counts_once(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    lock = FolderLock(folder)
+    lock.take()
+    try:
+        now = time.time()
+        ended = {"state": "finished", "began": now - 100, "alive": now, "wall_seconds": 100.0}
+        folder.write_run(ended)
+        made = known_of(folder)
+        assert (made.state, made.elapsed_seconds) == ("finished", 100.0)
+        # Its own Redis has ended.
+        assert not may_answer(folder, made)
+    finally:
+        lock.release()
+
+
+def test_a_run_that_starts_is_told_so_though_its_external_redis_says_it_runs() -> None:
+    known = replace(KNOWN, state="starting")
+    assert assemble(known, history(), facts(members=()), now=NOW).state == "starting"
+    assert assemble(known, history(), facts(), now=NOW).state == "running"
 
 
 def held_elsewhere(folder: RunFolder) -> None:

@@ -357,3 +357,23 @@ def test_on_cpus_no_time_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = tandem(capsys, "plan", "miniature")
     assert code == 0
     assert "no time is estimated: the run is on CPUs" in out
+
+
+def test_stages_that_have_begun_are_planned_with_what_they_were_given(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    top = here / "runs" / "miniature-sft-rl"
+    top.mkdir(parents=True)
+    given = {"overrides": ["rl.rollout.workers=2"], "stages": ["sft", "rl"]}
+    (top / "stages.json").write_text(json.dumps({"preset": "miniature-sft-rl", **given}))
+    code, out, _ = tandem(capsys, "start", "miniature-sft-rl", "--dry-run")
+    assert code == 0
+    assert "\n  rollout-1 " in out
+    # One stage has begun; the folder of both would be moved.
+    (top / "sft").mkdir()
+    (top / "sft" / "run.json").write_text('{"run_id": "a"}')
+    code, out, _ = tandem(capsys, "start", "miniature-sft-rl", "--fresh", "--dry-run")
+    assert code == 0
+    assert "rollout-1" not in out
+    assert "(new; the old one would become runs/miniature-sft-rl.1/sft)" in out
+    assert "runs/miniature-sft-rl/rl (new)" in out

@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tandem.common.config import to_yaml
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import RunFolder, newest_stage
+from tandem.launch.board.terminal import Terminal
 from tandem.launch.cli import main
-from tandem.launch.run.opened.presets import load
+from tandem.launch.run.job import Job
+from tandem.launch.run.opened.opening import Opening
+from tandem.launch.run.opened.presets import Preset, load
+from tandem.launch.run.running import Running
 from tandem.launch.run.several import stages
 from tandem.launch.run.several.stages import folder_of, of_preset, placed, run_words, words_of
 
@@ -392,3 +397,83 @@ stages:
     assert run_words([path], fresh=False, offline=False, plain=True) == 0
     assert summary.read_text() == made
     assert report.exists()
+
+
+def finish(preset: Preset, opening: Opening, *_: object, **__: object) -> int:
+    """Leaves a folder as a run does that has finished."""
+    opening.folder.make()
+    opening.folder.write_config(to_yaml(opening.config))
+    record = {"preset_path": str(preset.path), "overrides": opening.overrides, "state": "finished"}
+    opening.folder.write_run({**opening.run, **record})
+    return 0
+
+
+def test_stages_that_went_on_are_summed_up_though_the_command_was_killed_before_it_could(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, summary = written(TWO), Path("runs/mine/summary.json")
+    monkeypatch.setattr(stages, "run_job", finish)
+
+    def sum_up(*_: object) -> int:
+        summary.write_text("{}")
+        return 0
+
+    def killed(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "_sum_up", sum_up)
+    assert run_words([path], fresh=False, offline=False, plain=True) == 0
+    assert summary.exists()
+    monkeypatch.setattr(stages, "_sum_up", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_words([path, "rl.run.steps=9"], fresh=False, offline=False, plain=True)
+    # The earlier summary tells of fewer steps.
+    assert not summary.exists()
+    monkeypatch.setattr(stages, "_sum_up", sum_up)
+    assert run_words([path], fresh=False, offline=False, plain=True) == 0
+    assert summary.exists()
+
+
+class Interrupted:
+    """A drawing during which Ctrl-C comes."""
+
+    interrupted = True
+
+    def __init__(self, folder: RunFolder) -> None: ...
+
+    def wait(self) -> str:
+        return "interrupted"
+
+
+def test_ctrl_c_while_a_report_is_drawn_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.launch.board.report.Drawing", Interrupted)
+    monkeypatch.setattr("tandem.launch.run.job.summary.make", lambda **_: {})
+    monkeypatch.setattr("tandem.launch.run.job.summary.table", lambda *_: [])
+    monkeypatch.setattr("tandem.launch.run.running.Running.step", lambda _: 3)
+    begun = []
+
+    def job(preset: Preset, opening: Opening, terminal: Terminal, *, again: str) -> int:
+        begun.append(opening.folder.path.name)
+        finish(preset, opening)
+        made = Job(preset, opening, terminal, began=0.0, again=again)
+        running = Running(opening.config, opening.folder, preset.name, made._record, terminal)
+        return made._finished(running)
+
+    monkeypatch.setattr(stages, "run_job", job)
+    preset = written(TWO.replace("base: miniature-sft", "base: miniature-on-policy"))
+    assert run_words([preset], fresh=False, offline=False, plain=True) == 130
+    assert begun == ["sft"]
+    assert json.loads(Path("runs/mine/sft/run.json").read_text())["state"] == "finished"
+
+
+def test_what_was_said_of_a_later_round_is_kept_while_there_are_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, word = written(ROUNDS), "sft-3.run.steps=7"
+    monkeypatch.setattr(stages, "run_job", lambda *_, **__: 3)
+    for words in (["rounds=3", word], ["rounds=2"], [], ["rounds=3"]):
+        assert run_words([path, *words], fresh=False, offline=False, plain=True) == 3
+    assert word in json.loads(Path("runs/mine/stages.json").read_text())["overrides"]
+    # One that is given now must mean something.
+    with pytest.raises(ConfigError, match="unknown config key sft-3"):
+        run_words([path, "rounds=2", word], fresh=False, offline=False, plain=True)

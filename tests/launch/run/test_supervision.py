@@ -18,7 +18,7 @@ import pytest
 
 from tandem.common.disk import DiskFull
 from tandem.launch.run.processes.disk_watch import DiskWatch
-from tandem.launch.run.processes.parts import Part, ProcessSpec, exit_of
+from tandem.launch.run.processes.parts import Part, ProcessSpec, Stage, exit_of
 from tandem.launch.run.processes.supervision import Outcome, PartFailed, Supervisor
 
 
@@ -161,7 +161,7 @@ def test_deaths_while_redis_is_away_are_not_counted_but_those_of_redis_are(tmp_p
     assert len(running.restarts) == 5 + 2
     assert sum("while Redis is away" in line for line in said) == 5
     with supervisor(redis_away=lambda: True) as running:
-        server = part(tmp_path, "redis", "raise SystemExit(1)", before_end=lambda: None)
+        server = part(tmp_path, "redis", "raise SystemExit(1)", stage=Stage.REDIS)
         running.start(server)
         with pytest.raises(PartFailed, match="redis died 3 times"):
             running.run()

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tandem.common.config import to_yaml
-from tandem.common.errors import DataError
+from tandem.common.errors import DataError, HeldError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.cli import main
+from tandem.launch.host.folder_lock import supervisor_of
 from tandem.launch.ingest.prepare import prepare
 from tandem.launch.run.opened.opening import open_folder
 from tandem.launch.run.opened.presets import load
-from tandem.launch.run.several import sweep
+from tandem.launch.run.several import sweep, sweep_runs
 
 SFT = ("miniature-sft", "run.steps=4")
 
@@ -105,6 +110,8 @@ def test_names_of_long_and_strange_values_are_readable_and_differ() -> None:
         (["run.dir=a,b"], "1", "use --out"),
         (["log.every=5,6"], "0", "--seeds 0: give at least one seed"),
         (["log.every=5,6"], "1,1", "none twice"),
+        (["log.every=5,6", "--jobs", "0"], "1", "--jobs 0: at least 1 run"),
+        (["log.every=5,6", "launch.ports=21000-21040", "--jobs", "2"], "1", "--jobs 2: .* Redis of 2 runs on port 21000"),
         (["log.every=5,6"], "x", "--seeds x: give a number of seeds"),
         (["log.every=5,6"], "²", "--seeds ²: give a number of seeds"),
         (["log.every=5,6", "miniature"], "1", "only one preset"),
@@ -265,3 +272,93 @@ def test_the_examples_of_the_preset_for_sft_are_parts_of_one_another(here: Path)
     assert chosen[0] < chosen[1] < chosen[2]
     # Drawn, not the first ones.
     assert chosen[1] != {f"expert/{row}#0" for row in range(16)}
+
+
+HOLDS = """
+import sys, time
+from tandem.common.run_folder import RunFolder
+from tandem.launch.host.folder_lock import FolderLock
+FolderLock(RunFolder(sys.argv[1])).take()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+class Heard:
+    """What a sweep says, and what is done when it says something."""
+
+    def __init__(self, heard: Callable[[str], None]) -> None:
+        self.say = heard
+
+
+def test_what_a_killed_sweep_has_left_ends_before_anything_is_started_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = plan(*WORDS)
+    made.out.mkdir(parents=True)
+    left = made.members[1].folder
+    left.make()
+    said: list[str] = []
+    started: list[tuple[str, int | None]] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(left.path)], stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+
+            def hear(line: str) -> None:
+                said.append(line)
+                if line.startswith("waiting for the end of what an earlier start has left"):
+                    process.kill()
+
+            def start(_: sweep_runs._Runs, member: sweep.Member) -> None:
+                started.append((member.name, supervisor_of(left)))
+
+            monkeypatch.setattr(sweep_runs._Runs, "_start", start)
+            assert sweep_runs._Runs(made, 2, Heard(hear)).run() == 0
+        finally:
+            process.kill()
+    assert f"{left.path.name} (process {process.pid})" in said[-1]
+    assert started == [(one.name, None) for one in made.members]
+
+
+def test_a_sweep_is_stopped_by_its_folder_and_a_second_one_names_another(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = plan(*WORDS)
+    made.out.mkdir(parents=True)
+    sweep.write(made)
+    command = ["stop", "runs/sweep-miniature-sft"]
+    assert main(command) == 0
+    assert "no `tandem sweep` on this host" in capsys.readouterr().out
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(made.out)], stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            with pytest.raises(HeldError, match="or name another folder: --out DIR"):
+                sweep_runs.run_sweep(made, jobs=1)
+            assert main(command) == 0
+            assert process.wait(30) == -signal.SIGTERM
+        finally:
+            process.kill()
+    assert "the same `sweep` resumes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ended", ["exit 143", "exit 130", "kill -TERM $$"])
+def test_a_run_of_a_sweep_that_was_stopped_has_not_failed(
+    ended: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(runs: sweep_runs._Runs, member: sweep.Member) -> None:
+        member.process = subprocess.Popen(["sh", "-c", ended])
+        runs._running.append(member)
+
+    monkeypatch.setattr(sweep_runs._Runs, "_start", start)
+    made = plan(*WORDS)
+    assert sweep_runs.run_sweep(made, jobs=1) == 1
+    assert [one.state for one in made.members] == ["stopped", "stopped"]
+    said = capsys.readouterr().out
+    assert f"{made.members[0].name} was stopped" in said
+    assert "2 of 2 runs were stopped; the same command resumes them" in said

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.common.run_folder import RunFolder
+from tandem.launch.board.history import History
 from tandem.launch.board.progress import Progress
 from tandem.launch.board.tail import MetricsTail
 from tandem.launch.plan.hardware import Gpu, Machine
@@ -170,6 +171,53 @@ def test_what_an_earlier_life_wrote_is_not_told_again(metrics: Path) -> None:
     watched = progress(metrics, said)
     watched.update()
     assert (watched.step, said) == (30, [])
+
+
+def test_a_learner_that_has_cut_the_metrics_back_is_followed_without_a_second_reading(
+    metrics: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    watched = progress(metrics, said)
+    evaluation = json.dumps({"step": 0, "eval/id": "q@0", "eval/q/accuracy": 0.5}) + "\n"
+    write(metrics, evaluation, *(record(step) for step in range(1, 16)))
+    watched.update()
+    kept = metrics.with_suffix(".new")
+    write(kept, evaluation, *(record(step) for step in range(1, 13)))
+    os.replace(kept, metrics)
+    added: list[object] = []
+    add = History.add
+    monkeypatch.setattr(History, "add", lambda self, one: added.append(one) or add(self, one))
+    # Not even sorted anew with each record.
+    monkeypatch.setattr(History, "evaluations", property(lambda self: pytest.fail("sorted")))
+    # Only what is kept of them is parsed, which is all of so few.
+    monkeypatch.setattr("tandem.launch.board.tail.parsed", lambda lines: pytest.fail("parsed"))
+    watched.update()
+    assert len(added) == 13
+    watched.update()
+    assert len(added) == 13
+    assert (watched.step, watched.history.newest) == (15, json.loads(record(12)))
+    monkeypatch.undo()
+    write(metrics, *(record(step, term=2) for step in range(13, 21)))
+    watched.update()
+    assert [line.split("  ")[0] for line in said] == ["step 10/40", "step 20/40"]
+    assert len(watched.history.evaluations) == 1
+
+
+def test_an_alarm_of_steps_that_were_cut_is_told_once(metrics: Path) -> None:
+    said: list[str] = []
+    watched = progress(metrics, said)
+    figures = {"lag": 0, "tokens": 5, "k3": 2, "k3_bound": 1, "alarm": 1.0}
+    alarm = {f"ratio/{name}": value for name, value in figures.items()}
+    write(metrics, *(record(step, **alarm if step in (4, 9) else {}) for step in range(1, 11)))
+    watched.update()
+    kept = metrics.with_suffix(".new")
+    write(kept, *(record(step, **alarm if step == 4 else {}) for step in range(1, 9)))
+    os.replace(kept, metrics)
+    watched.update()
+    write(metrics, *(record(step) for step in range(9, 21)))
+    watched.update()
+    told = [line.split("  ")[0].partition(": log-probs")[0] for line in said]
+    assert told == ["alarm: step 9", "step 10/40", "step 20/40"]
 
 
 # --- idle ---
