@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tandem.common.disk import DiskFull
+from tandem.common.errors import ConfigError
 from tandem.launch.run.processes.disk_watch import DiskWatch
 from tandem.launch.run.processes.parts import Part, ProcessSpec, exit_of
 from tandem.launch.run.processes.supervision import Outcome, PartFailed, Supervisor
@@ -472,6 +473,46 @@ def test_a_part_with_last_words_is_brought_back_for_them(tmp_path: Path) -> None
         ).start()
         assert running.run() is Outcome.FINISHED
     assert alive == [True]
+
+
+@pytest.mark.parametrize("error", [OSError(11, "no process"), ConfigError("no port is free")])
+def test_a_part_that_cannot_be_started_again_is_tried_again_after_a_pause(
+    tmp_path: Path, error: Exception
+) -> None:
+    said: list[str] = []
+    failing = iter([None, error, error])
+
+    def specs() -> list[ProcessSpec]:
+        if failure := next(failing, None):
+            raise failure
+        return [spec(tmp_path, "reward-0", "raise SystemExit(1)")]
+
+    with supervisor(say=said.append, max_failures=4) as running:
+        running.start(Part(name="reward-0", stage=1, specs=specs))
+        # Two deaths, and the two starts between them that failed.
+        with pytest.raises(PartFailed, match="reward-0 died 4 times without a step"):
+            running.run()
+    assert sum(f"reward-0 can't be started: {error}; trying again in" in line for line in said) == 2
+
+
+def test_a_part_that_can_never_be_started_again_ends_the_run_after_a_drain(tmp_path: Path) -> None:
+    ready, drained = tmp_path / "learner.ready", tmp_path / "order"
+    failing = iter([None])
+
+    def specs() -> list[ProcessSpec]:
+        if next(failing, "no port") is not None:
+            raise ConfigError("no port is free")
+        wait = f"import os, time\nwhile not os.path.exists({str(ready)!r}): time.sleep(0.01)"
+        return [spec(tmp_path, "reward-0", f"{wait}\nraise SystemExit(1)")]
+
+    with supervisor() as running:
+        running.start(draining(tmp_path, "learner", 0))
+        running.start(Part(name="reward-0", stage=1, specs=specs))
+        with pytest.raises(
+            PartFailed, match=r"reward-0 can't be started: no port is free, after 3"
+        ):
+            running.run()
+    assert drained.read_text().split() == ["learner"]
 
 
 def test_a_part_that_cannot_be_kept_alive_has_no_last_words(tmp_path: Path) -> None:
