@@ -213,16 +213,7 @@ class Supervisor:
             PartFailed: as :meth:`run`; the work is then left behind.
             DiskFull: as :meth:`run`.
         """
-        failed: list[BaseException] = []
-
-        def do() -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                failed.append(error)
-
-        thread = threading.Thread(target=do, name="watched", daemon=True)
-        thread.start()
+        thread, failed = _begun(work)
         while thread.is_alive():
             thread.join(0.05)
             if self._stops:
@@ -233,6 +224,16 @@ class Supervisor:
         if failed:
             raise failed[0]
         return True
+
+    def unless_killed(self, work: Callable[[], None]) -> None:
+        """Does something that may wait, in a thread, which a second signal leaves behind; raises what it raised."""
+        if self.kill_requested:
+            return
+        thread, failed = _begun(work)
+        while thread.is_alive() and not self.kill_requested:
+            thread.join(0.05)
+        if failed:
+            raise failed[0]
 
     def _require_space(self) -> None:
         """Drains a run whose disk has been full for too long, and raises ``DiskFull``."""
@@ -527,3 +528,18 @@ class Supervisor:
         for part in sorted(self._parts, key=lambda part: part.stage):
             part.due = None
             part.reap(self._say)
+
+
+def _begun(work: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:
+    """Begins work in a thread; also a list that will hold what it raises."""
+    failed: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            failed.append(error)
+
+    thread = threading.Thread(target=do, name="watched", daemon=True)
+    thread.start()
+    return thread, failed

@@ -515,6 +515,24 @@ def test_a_part_that_can_never_be_started_again_ends_the_run_after_a_drain(tmp_p
     assert drained.read_text().split() == ["learner"]
 
 
+def test_a_second_signal_ends_the_last_words_to_a_part_that_hangs(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def last_words() -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        running.unless_killed(lambda: over.wait(60))
+        assert not over.is_set()
+
+    with supervisor() as running:
+        running.start(part(tmp_path, "redis", FOREVER, stage=9, before_end=last_words))
+        os.kill(os.getpid(), signal.SIGINT)
+        assert running.run() is Outcome.KILLED
+        # A work that is asked for after it isn't begun.
+        running.unless_killed(over.set)
+        assert not over.is_set()
+    over.set()
+
+
 def test_a_part_that_cannot_be_kept_alive_has_no_last_words(tmp_path: Path) -> None:
     said: list[str] = []
     redis = part(tmp_path, "redis", "raise SystemExit(1)", before_end=lambda: said.append("?"))
