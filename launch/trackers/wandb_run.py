@@ -6,11 +6,14 @@ import hashlib
 import json
 import netrc
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from ...common.errors import DeadlineError
+from ..wording import shown, shown_tandem
 from .tracker import Tracker
 
 Mode = Literal["online", "offline"]
@@ -84,6 +87,7 @@ class WandbRun(Tracker):
             settings=wandb.Settings(
                 init_timeout=INIT_SECONDS,
                 finish_timeout=FINISH_SECONDS,
+                finish_timeout_raises=True,
                 # Only what is logged leaves this machine: no code, no git state, no output.
                 console="off",
                 disable_git=True,
@@ -91,6 +95,10 @@ class WandbRun(Tracker):
                 silent=True,
             ),
         )
+        self._folder = folder
+        if mode == "online":
+            # Of the records that an earlier process logged, W&B may have lost those that weren't uploaded at its death.
+            self.rows = int(self._run.step)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("eval/*", step_metric="step", summary="last,max")
@@ -112,7 +120,13 @@ class WandbRun(Tracker):
 
     def close(self) -> None:
         """Waits for the uploads, at most :data:`FINISH_SECONDS`."""
-        self._run.finish()
+        try:
+            self._run.finish()
+        except TimeoutError:
+            raise DeadlineError(
+                f"W&B's server hasn't got all records in {FINISH_SECONDS:.0f} s: "
+                f"`{shown_tandem()} track {shlex.quote(shown(self._folder))} --to wandb` sends what it lacks"
+            ) from None
 
 
 def has_key() -> bool:

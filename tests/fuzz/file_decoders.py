@@ -198,7 +198,7 @@ def from_files(files: Files) -> Iterable[Decoder]:
     yield one(
         "trackers.sent",
         "wandb.json",
-        text({"rows": 3, "step": 2, "applied": True, "evaluations": ["h@1"]}),
+        text({"rows": 3, "step": 2, "applied": True, "evaluations": ["h@1"], "latest": [2, "h@1"]}),
         Sent.read,
     )
     tally = {"calls": 3, "errors": 1, "ended": 0, "off": False}

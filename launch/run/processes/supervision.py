@@ -499,8 +499,18 @@ class Supervisor:
             for name in late:
                 self._say(f"{name} didn't end in time and is killed")
         for part in parts:
+            if part.dispensable:
+                self._tell_failed(part)
             part.reap(self._say)
         return not late
+
+    def _tell_failed(self, part: Part) -> None:
+        """Tells of processes that have failed when they were asked to end, such as a tracker that couldn't send all."""
+        for spec, process in part.processes:
+            code = exit_of(process)
+            if code is not None and code > 0:
+                last = last_lines(spec.log, 1).strip().removeprefix("| ")
+                self._say(f"warning: {spec.name} {described(code)}: {last}")
 
     def _revive_later(self, stage: int) -> None:
         """Starts parts with last words again that have died before their turn to end.

@@ -533,6 +533,24 @@ def test_a_second_signal_ends_the_last_words_to_a_part_that_hangs(tmp_path: Path
     over.set()
 
 
+def test_a_tracker_that_fails_when_it_is_asked_to_end_is_told(tmp_path: Path) -> None:
+    ready = tmp_path / "wandb.ready"
+    code = (
+        "import pathlib, signal, sys, time\n"
+        "def fail(*_):\n    print('not all is there'); sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, fail)\n"
+        f"pathlib.Path({str(ready)!r}).touch()\n"
+        "time.sleep(600)\n"
+    )
+    said: list[str] = []
+    with supervisor(say=said.append) as running:
+        running.start(part(tmp_path, "wandb", code, stage=4, dispensable=True))
+        wait_for(ready.exists)
+        running.request_stop("test")
+        assert running.run() is Outcome.STOPPED
+    assert "warning: wandb ended with exit code 1: not all is there" in said
+
+
 def test_a_part_that_cannot_be_kept_alive_has_no_last_words(tmp_path: Path) -> None:
     said: list[str] = []
     redis = part(tmp_path, "redis", "raise SystemExit(1)", before_end=lambda: said.append("?"))
