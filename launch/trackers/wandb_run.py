@@ -17,8 +17,9 @@ from ..wording import shown, shown_tandem
 from .tracker import Tracker
 
 Mode = Literal["online", "offline"]
-SERVER = "https://api.wandb.ai"
-"""The server, unless ``WANDB_BASE_URL`` names another one."""
+SERVER = "api.wandb.ai"
+"""The host under which `wandb login` has always written the key of W&B's own server; newer versions contact it by another
+name."""
 INIT_SECONDS = 30.0
 """Longest wait for the server at the start."""
 FINISH_SECONDS = 30.0
@@ -130,14 +131,27 @@ class WandbRun(Tracker):
 
 
 def has_key() -> bool:
-    """Whether W&B would find an API key: in ``WANDB_API_KEY`` or in a netrc file."""
-    if os.environ.get("WANDB_API_KEY"):
+    """Whether W&B would find a key for its server: in the environment (an API key, or a file with an identity token), in
+    its settings or in a netrc file."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or SERVER).hostname or ""
+    import wandb
+    from wandb.sdk import wandb_setup
+
+    # They are also in files, where `wandb login --host` writes the server.
+    settings = wandb_setup.singleton().settings
+    if settings.api_key:
+        return True
+    server = urlsplit(settings.base_url)
+    # W&B writes the port too, if there is one.
+    hosts = {server.netloc, server.hostname or ""}
+    if settings.base_url == wandb.Settings().base_url:
+        hosts.add(SERVER)
     named = os.environ.get("NETRC")
     for place in [named] if named else ["~/.netrc", "~/_netrc"]:
         try:
-            if netrc.netrc(os.path.expanduser(place)).authenticators(host):
+            found = netrc.netrc(os.path.expanduser(place))
+            if any(found.authenticators(host) for host in hosts):
                 return True
         except (OSError, netrc.NetrcParseError):
             continue

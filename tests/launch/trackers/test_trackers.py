@@ -382,20 +382,42 @@ def test_a_folder_that_was_renamed_goes_on_in_its_wandb_run(folder: RunFolder) -
 
 
 def test_no_key_means_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
+    import wandb
+
+    def settings_are_read_again() -> None:
+        wandb.teardown()
+
+    names = ("API_KEY", "MODE", "BASE_URL", "CONFIG_DIR", "IDENTITY_TOKEN_FILE")
+    for name in ("NETRC", *(f"WANDB_{name}" for name in names)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    settings_are_read_again()
     assert not has_key()
     assert mode_of("online")[0] == "offline"
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
+    netrc = tmp_path / ".netrc"
+    netrc.write_text("machine api.wandb.ai login user password x\n")
     assert mode_of("online") == ("online", None)
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    # `wandb login --host` writes the server into W&B's settings.
+    kept = tmp_path / ".config" / "wandb" / "settings"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("[default]\nbase_url = https://wandb.mine:8080\n")
+    settings_are_read_again()
     assert not has_key()
+    netrc.write_text("machine wandb.mine:8080 login user password x\n")
+    assert has_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    settings_are_read_again()
+    assert not has_key()
+    monkeypatch.setenv("WANDB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    assert has_key()
+    monkeypatch.delenv("WANDB_IDENTITY_TOKEN_FILE")
     monkeypatch.setenv("WANDB_API_KEY", "x")
     assert mode_of("online") == ("online", None)
     assert mode_of("offline") == ("offline", None)
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert mode_of("online") == ("offline", "WANDB_MODE=offline")
+    settings_are_read_again()
 
 
 # --- before a start ---
