@@ -243,10 +243,16 @@ class Job:
                 "traces": found.traces,
             }
         self._end_ingest()
-        if self._opening.run.get("state") == "finished":
+        requests = CallbackRequests(store)
+        if self._record.get("was_finished") or not self._config.run.callbacks:
             # A callback may have ended it, and now it is to go on.
-            CallbackRequests(store).clear()
-        disk.persist(self._folder.run_json, lambda: self._record.write(ingest=known, stopped=None))
+            requests.clear()
+        else:
+            requests.keep_stops_of(self._config.run.callbacks)
+        disk.persist(
+            self._folder.run_json,
+            lambda: self._record.write(ingest=known, stopped=None, was_finished=False),
+        )
 
     def _end_ingest(self) -> None:
         if self._ingest is not None:

@@ -237,6 +237,18 @@ def test_requests_reach_the_learner_once(folder: RunFolder, store: Store) -> Non
     assert (requests.read(), requests.stopped(), requests.served()) == (Requested(), None, 0)
 
 
+def test_a_stop_of_a_callback_that_the_run_no_longer_has_is_forgotten(store: Store) -> None:
+    requests = CallbackRequests(store)
+    stop = Stop(callback="hosted:asks", reason="three is enough", step=3)
+    requests.put(Requested(stop=stop, checkpoint=4))
+    requests.put_stopped(stop)
+    requests.keep_stops_of(("hosted:note", "hosted:asks"))
+    assert (requests.read().stop, requests.stopped()) == (stop, stop)
+    requests.keep_stops_of(("hosted:note",))
+    assert (requests.read(), requests.stopped()) == (Requested(checkpoint=4), None)
+    requests.clear()
+
+
 def test_a_learner_that_ends_before_it_has_served_leaves_it_to_the_next(
     folder: RunFolder, store: Store
 ) -> None:
