@@ -243,6 +243,7 @@ class RunFolder:
         self.wandb = self.path / "wandb"
         self.tensorboard = self.path / "tensorboard"
         self.trackers = self.path / "trackers"
+        self.called = self.trackers / "callbacks.json"
         self.callbacks = self.trackers / "callbacks-tally.json"
 
     def make(self) -> None:

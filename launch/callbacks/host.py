@@ -121,7 +121,7 @@ class Host:
         )
         self._failed_starts = 0
         self._tail = MetricsTail(folder.metrics)
-        self._state = folder.trackers / "callbacks.json"
+        self._state = folder.called
         self._new = not self._state.exists()
         self._sent = Sent.read(self._state)
         self._requested = Requested()

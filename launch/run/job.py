@@ -157,6 +157,9 @@ class Job:
         from ...common.config import to_yaml
         from ..ingest.prepare import write_miniature
 
+        if not config.run.callbacks:
+            # Those that are named later are called from then on, and not for what comes before.
+            self._folder.called.unlink(missing_ok=True)
         self._folder.write_config(to_yaml(config))
         self._folder.write_join(join)
         self._record.begin(self._preset, self._opening, join.port)
