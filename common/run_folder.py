@@ -3,7 +3,7 @@
 ``config.yaml metrics.jsonl samples.jsonl summary.json report.png journal.jsonl model/
 checkpoints/ logs/ redis/ data/ run.json join.json``, ``cut/`` with the metrics and samples of
 steps that were trained again, ``archive/`` with all groups if they are kept, ``inspect/`` with logs for Inspect's viewer, ``reference/`` with a
-reference's log-probs of stored rows, ``schedule.json`` with the factors of a user's own schedule, and
+reference's log-probs of stored rows, ``schedule.json`` with the factors of a user's own schedule (``critic-schedule.json``: the critic's), and
 ``wandb/ tensorboard/ trackers/`` if those are on. A copy of the folder, made while the run is stopped,
 is the whole run.
 """
@@ -243,6 +243,7 @@ class RunFolder:
         self.wandb = self.path / "wandb"
         self.tensorboard = self.path / "tensorboard"
         self.trackers = self.path / "trackers"
+        self.called = self.trackers / "callbacks.json"
         self.callbacks = self.trackers / "callbacks-tally.json"
 
     def make(self) -> None:

@@ -8,6 +8,7 @@ started again knows by the number which ones its predecessor served.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -86,6 +87,14 @@ class CallbackRequests:
         """The request because of which the run has ended; None if it has ended otherwise."""
         raw = self._store.call("get", self._store.key("callback_stopped"))
         return read_stop(raw) if raw else None
+
+    def keep_stops_of(self, callbacks: Collection[str]) -> None:
+        """Forgets a request to end the run if it is of a callback that the run no longer has."""
+        requested, stopped = self.read(), self.stopped()
+        if requested.stop is not None and requested.stop.callback not in callbacks:
+            self.put(structs.replace(requested, stop=None))
+        if stopped is not None and stopped.callback not in callbacks:
+            self._store.call("delete", self._store.key("callback_stopped"))
 
     def clear(self) -> None:
         """Forgets all requests, before a run that had ended goes on."""

@@ -80,6 +80,7 @@ class Caller:
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self._alive = -1
         self._unread = b""
         self.cut_at = math.inf
         """Monotonic time at which every wait ends; may be set from a signal handler."""
@@ -96,14 +97,18 @@ class Caller:
             Ended: the process ended, or took too long.
         """
         ours, theirs = socket.socketpair()
+        watched, alive = os.pipe()
         settings = {
             "callbacks": self._callbacks,
             "memory_mb": self._memory_mb,
             "parent": os.getpid(),
+            # Its other end is held by this process alone.
+            "alive": watched,
         }
         secret = "TANDEM_REDIS_PASSWORD"
         command = [sys.executable, "-P", "-m", f"{__package__}.calling", str(theirs.fileno())]
-        with theirs:
+        self._channel, self._alive, self._unread = ours, alive, b""
+        try:
             self._process = subprocess.Popen(
                 [*command, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
@@ -111,10 +116,15 @@ class Caller:
                 stderr=subprocess.STDOUT,
                 # A group of its own, so that what it starts ends with it.
                 start_new_session=True,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), watched),
                 env={name: value for name, value in os.environ.items() if name != secret},
             )
-        self._channel, self._unread = ours, b""
+        except OSError:
+            self.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(watched)
         if self._output is not None:
             threading.Thread(
                 target=_pass_on, args=(self._process, self._output), name="output", daemon=True
@@ -152,6 +162,7 @@ class Caller:
         process, self._process = self._process, None
         if self._channel is not None:
             self._channel.close()
+            os.close(self._alive)
             self._channel = None
         if process is None:
             return

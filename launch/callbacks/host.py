@@ -38,8 +38,9 @@ END_SECONDS = 15.0
 """Time for the calls that are left when the run ends."""
 MOST_ENDS = 3
 """A callback in whose calls the process ended so often is switched off."""
-MOST_STARTS = 3
-"""Number of starts in a row that may fail, before all callbacks are switched off."""
+LONGEST_PAUSE = 60.0
+"""Seconds between two attempts to start the callbacks' process at most; the first pause is 1 s, each later one twice as
+long."""
 MOST_ERRORS_SHOWN = 20
 """Number of different exceptions of one callback whose tracebacks are logged."""
 PUT_SECONDS = 5.0
@@ -55,8 +56,15 @@ class Tally(Record, frozen=True, kw_only=True):
     """Number of calls that raised an exception."""
     ended: Count = 0
     """Number of calls in which the process ended or was killed at the deadline."""
+    missed: Count = 0
+    """Number of calls that weren't made because the process couldn't be started."""
     off: bool = False
     """Whether it is switched off."""
+
+    @property
+    def failed(self) -> int:
+        """Number of calls that failed or weren't made."""
+        return self.errors + self.ended + self.missed
 
 
 def read_tallies(path: Path) -> dict[str, Tally]:
@@ -119,9 +127,10 @@ class Host:
             memory_mb=settings.callback_memory_mb,
             output=output,
         )
-        self._failed_starts = 0
+        self._pause = 1.0
+        self._next_start = 0.0
         self._tail = MetricsTail(folder.metrics)
-        self._state = folder.trackers / "callbacks.json"
+        self._state = folder.called
         self._new = not self._state.exists()
         self._sent = Sent.read(self._state)
         self._requested = Requested()
@@ -169,29 +178,33 @@ class Host:
                 return
             self._sent.write(self._state)
             for callback in self._callbacks:
-                if not callback.tally.off and self._start():
+                if callback.tally.off:
+                    continue
+                if self._start():
                     self._call(callback, record)
+                else:
+                    callback.count(missed=callback.tally.missed + 1)
+                    self._count_failures()
             self._put()
 
     def _start(self) -> bool:
         """Starts the callbacks' process if it isn't running; returns whether it is."""
         if self._caller.running:
             return True
-        if all(one.tally.off for one in self._callbacks) or self._failed_starts >= MOST_STARTS:
+        if all(one.tally.off for one in self._callbacks) or time.monotonic() < self._next_start:
             return False
         try:
             self._caller.start()
-            self._failed_starts = 0
-            return True
         except (ConfigError, Ended, OSError) as error:
-            self._failed_starts += 1
-            log.error(f"the callbacks' process can't be started: {error}")
-        if self._failed_starts >= MOST_STARTS:
-            log.error(f"it has failed {MOST_STARTS} times: callbacks are no longer called")
-            for one in self._callbacks:
-                one.count(off=True)
-            self._count_failures()
-        return False
+            log.error(
+                f"the callbacks' process can't be started, and callbacks aren't called until it can be: {error}; "
+                f"trying again in {self._pause:.0f} s"
+            )
+            self._next_start = time.monotonic() + self._pause
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+            return False
+        self._pause = 1.0
+        return True
 
     def _call(self, callback: _Callback, record: dict[str, Any]) -> None:
         step, tally = int(record["step"]), callback.tally
@@ -224,7 +237,7 @@ class Host:
     def _count_failures(self) -> None:
         """Writes the tallies, and their sum into the run's metrics."""
         self._write_tallies()
-        failed = sum(one.tally.errors + one.tally.ended for one in self._callbacks)
+        failed = sum(one.tally.failed for one in self._callbacks)
         self._change(values={OWN_NAME: float(failed)})
 
     def _write_tallies(self) -> None:

@@ -53,6 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
         state = folder.trackers / f"{wandb_id}.json"
     sent = Sent.read(state)
     tracker, where = _tracker(arguments, config, folder, sent, wandb_id)
+    if tracker.rows is not None and tracker.rows < sent.rows:
+        print(f"the server has {tracker.rows} of {sent.rows} records: the rest is sent again")
+        sent.go_back(tracker.rows)
     following = Following(tracker, folder.metrics, state, sent)
     before = sent.rows
     if arguments.follow:

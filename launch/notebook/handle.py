@@ -35,7 +35,7 @@ def start(
     *,
     fresh: bool = False,
     offline: bool = False,
-    wait_seconds: float = 120.0,
+    wait_seconds: float | None = None,
     **overrides: Any,
 ) -> Run:
     """Starts a run, or resumes it, as ``tandem start`` does, and returns once its folder is there.
@@ -47,7 +47,8 @@ def start(
         preset: a preset's name, or the path of a YAML file.
         fresh: begin anew, and move an existing folder of the same name aside.
         offline: train on stored traces, as ``tandem offline`` does.
-        wait_seconds: how long the run may take to begin in its folder, seconds.
+        wait_seconds: how long the run may take to begin in its folder, seconds; then it is asked to end. None = as long as
+            it takes to read the data, which may include grading them.
         overrides: settings, as ``run={"steps": 50}`` or ``**{"run.steps": 50}``. A setting whose value is a mapping,
             such as ``environments.use``, is replaced by the one that is given.
 
@@ -85,15 +86,19 @@ def start(
         start_new_session=True,
     )
     run = Run(folder.path, process=process, output=output)
-    end = time.monotonic() + wait_seconds
-    while process.poll() is None and _began(folder) < called:
-        if time.monotonic() > end:
-            process.terminate()
-            raise DeadlineError(
-                f"{folder.path}: the run of {preset} hasn't begun after {wait_seconds:.0f} s, and was "
-                f"asked to end; it said: {run.output[-SAID:].strip()}"
-            )
-        time.sleep(LOOK_SECONDS)
+    end = None if wait_seconds is None else time.monotonic() + wait_seconds
+    try:
+        while process.poll() is None and _began(folder) < called:
+            if end is not None and time.monotonic() > end:
+                raise DeadlineError(
+                    f"{folder.path}: the run of {preset} hasn't begun after {wait_seconds:.0f} s "
+                    f"(wait_seconds), and was asked to end; it said: {run.output[-SAID:].strip()}"
+                )
+            time.sleep(LOOK_SECONDS)
+    except (DeadlineError, KeyboardInterrupt):
+        # Whoever doesn't get the run can't stop it.
+        process.terminate()
+        raise
     if process.poll():
         raise TandemError(run.output[-SAID:].strip().removeprefix("tandem: "))
     return run

@@ -157,6 +157,9 @@ class Job:
         from ...common.config import to_yaml
         from ..ingest.prepare import write_miniature
 
+        if not config.run.callbacks:
+            # Those that are named later are called from then on, and not for what comes before.
+            self._folder.called.unlink(missing_ok=True)
         self._folder.write_config(to_yaml(config))
         self._folder.write_join(join)
         self._record.begin(self._preset, self._opening, join.port)
@@ -243,10 +246,16 @@ class Job:
                 "traces": found.traces,
             }
         self._end_ingest()
-        if self._opening.run.get("state") == "finished":
+        requests = CallbackRequests(store)
+        if self._record.get("was_finished") or not self._config.run.callbacks:
             # A callback may have ended it, and now it is to go on.
-            CallbackRequests(store).clear()
-        disk.persist(self._folder.run_json, lambda: self._record.write(ingest=known, stopped=None))
+            requests.clear()
+        else:
+            requests.keep_stops_of(self._config.run.callbacks)
+        disk.persist(
+            self._folder.run_json,
+            lambda: self._record.write(ingest=known, stopped=None, was_finished=False),
+        )
 
     def _end_ingest(self) -> None:
         if self._ingest is not None:

@@ -292,13 +292,17 @@ class Running:
             return str(error)
 
     def _ask_last(self) -> None:
-        """Reads the summary's figures from Redis while it is still up."""
+        """The last exchange with Redis while it is still up; a second signal ends it."""
+        self._look.stop()
+        self._await_hosts()
+        self._supervisor.unless_killed(self._read_findings)
+
+    def _read_findings(self) -> None:
+        """Reads the summary's figures, and takes leave as a host."""
         from ...replay.callback_requests import CallbackRequests
         from ...replay.ledger import Ledger
         from ...replay.store import RunStore
 
-        self._look.stop()
-        self._await_hosts()
         if self._link is not None:
             self._link.stop(leave=True)
         if self._store is None or self.findings.complete:

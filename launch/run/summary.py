@@ -411,7 +411,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
         stopped = summary["stopped"]
         rows.append(("stopped by a callback", f"{stopped['reason']} ({stopped['callback']})"))
     for name, tally in summary.get("callbacks", {}).items():
-        failed = tally["errors"] + tally["ended"]
+        failed = tally["errors"] + tally["ended"] + tally["missed"]
         if failed:
             off = ", switched off" if tally["off"] else ""
             log_file = shown(folder.logs / "callbacks.log")

@@ -13,6 +13,9 @@ BOOKKEEPING = frozenset({"step", "term", "time", "eval/id"})
 class Tracker(ABC):
     """One destination. Its methods may raise whatever its library raises: it has its own process."""
 
+    rows: int | None = None
+    """Number of records that its server had when this process began; None = there is no server, or nobody knows."""
+
     @abstractmethod
     def log(self, row: int, step: int, time: float, metrics: Mapping[str, float]) -> None:
         """Logs one record.
@@ -40,7 +43,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the log, which may be continued later."""
+        """Closes the log, which may be continued later.
+
+        Raises:
+            DeadlineError: not everything has arrived; the message says how it gets there.
+        """
 
 
 def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:

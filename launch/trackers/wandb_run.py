@@ -6,16 +6,20 @@ import hashlib
 import json
 import netrc
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from ...common.errors import DeadlineError
+from ..wording import shown, shown_tandem
 from .tracker import Tracker
 
 Mode = Literal["online", "offline"]
-SERVER = "https://api.wandb.ai"
-"""The server, unless ``WANDB_BASE_URL`` names another one."""
+SERVER = "api.wandb.ai"
+"""The host under which `wandb login` has always written the key of W&B's own server; newer versions contact it by another
+name."""
 INIT_SECONDS = 30.0
 """Longest wait for the server at the start."""
 FINISH_SECONDS = 30.0
@@ -84,6 +88,7 @@ class WandbRun(Tracker):
             settings=wandb.Settings(
                 init_timeout=INIT_SECONDS,
                 finish_timeout=FINISH_SECONDS,
+                finish_timeout_raises=True,
                 # Only what is logged leaves this machine: no code, no git state, no output.
                 console="off",
                 disable_git=True,
@@ -91,6 +96,10 @@ class WandbRun(Tracker):
                 silent=True,
             ),
         )
+        self._folder = folder
+        if mode == "online":
+            # Of the records that an earlier process logged, W&B may have lost those that weren't uploaded at its death.
+            self.rows = int(self._run.step)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self._run.define_metric("eval/*", step_metric="step", summary="last,max")
@@ -112,18 +121,37 @@ class WandbRun(Tracker):
 
     def close(self) -> None:
         """Waits for the uploads, at most :data:`FINISH_SECONDS`."""
-        self._run.finish()
+        try:
+            self._run.finish()
+        except TimeoutError:
+            raise DeadlineError(
+                f"W&B's server hasn't got all records in {FINISH_SECONDS:.0f} s: "
+                f"`{shown_tandem()} track {shlex.quote(shown(self._folder))} --to wandb` sends what it lacks"
+            ) from None
 
 
 def has_key() -> bool:
-    """Whether W&B would find an API key: in ``WANDB_API_KEY`` or in a netrc file."""
-    if os.environ.get("WANDB_API_KEY"):
+    """Whether W&B would find a key for its server: in the environment (an API key, or a file with an identity token), in
+    its settings or in a netrc file."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or SERVER).hostname or ""
+    import wandb
+    from wandb.sdk import wandb_setup
+
+    # They are also in files, where `wandb login --host` writes the server.
+    settings = wandb_setup.singleton().settings
+    if settings.api_key:
+        return True
+    server = urlsplit(settings.base_url)
+    # W&B writes the port too, if there is one.
+    hosts = {server.netloc, server.hostname or ""}
+    if settings.base_url == wandb.Settings().base_url:
+        hosts.add(SERVER)
     named = os.environ.get("NETRC")
     for place in [named] if named else ["~/.netrc", "~/_netrc"]:
         try:
-            if netrc.netrc(os.path.expanduser(place)).authenticators(host):
+            found = netrc.netrc(os.path.expanduser(place))
+            if any(found.authenticators(host) for host in hosts):
                 return True
         except (OSError, netrc.NetrcParseError):
             continue

@@ -26,15 +26,18 @@ class Callbacks:
     Args:
         store: the run's Redis.
         config: the run's config.
+        pairs: whether there are held-out pairs, which the learner itself compares.
     """
 
-    def __init__(self, store: Store, config: Config) -> None:
+    def __init__(self, store: Store, config: Config, *, pairs: bool = False) -> None:
         self._requests = CallbackRequests(store)
         self._on = bool(config.run.callbacks)
         offline = config.learner.source == "offline"
-        self._can_evaluate = bool(config.data.evaluate) and not (
+        self.can_evaluate = bool(config.data.evaluate) and not (
             offline and not config.evaluate.every
         )
+        """Whether somebody evaluates sets during the run."""
+        self._tells = bool(config.data.evaluate) or not pairs
         self._served = self._requests.served() if self._on else 0
         self._written = self._served
         self._looked = -math.inf
@@ -67,14 +70,14 @@ class Callbacks:
         return asked
 
     def take_evaluation(self) -> bool:
-        """Whether an evaluation was requested since the last call, and can be made."""
+        """Whether an evaluation was requested since the last call; tells if sets can't be evaluated."""
         asked, self._evaluate = self._evaluate, False
-        if asked and not self._can_evaluate:
+        if asked and self._tells and not self.can_evaluate:
             log.warning(
-                "a callback requested an evaluation, and nobody evaluates: name a set in data.evaluate "
+                "a callback requested an evaluation, and nobody evaluates sets: name a set in data.evaluate "
                 "and, offline, set evaluate.every"
             )
-        return asked and self._can_evaluate
+        return asked
 
     def settle(self) -> None:
         """Records that everything that was looked at is served."""

@@ -57,14 +57,15 @@ def factors(path: str, first: int, total: int, key: str = KEY) -> list[float]:
     return found
 
 
-def kept(file: Path, path: str, first: int, made: Sequence[float]) -> None:
+def kept(file: Path, path: str, first: int, made: Sequence[float], key: str = KEY) -> None:
     """Keeps the table in the run's folder, or compares it with the one that is kept.
 
     Args:
-        file: ``schedule.json``.
+        file: ``schedule.json`` or ``critic-schedule.json``.
         path: import path of the function.
         first: the step of the first factor.
         made: the factors.
+        key: the setting that names the function, for messages.
 
     Raises:
         ConfigError: the same function gave other factors for as many steps when the run began.
@@ -86,19 +87,19 @@ def kept(file: Path, path: str, first: int, made: Sequence[float]) -> None:
         if before == table:
             return
         old = before.get("factors")
-        same = all(before.get(key) == table[key] for key in table if key != "factors")
+        same = all(before.get(name) == table[name] for name in table if name != "factors")
         if same and isinstance(old, list):
             pairs = enumerate(zip(old, made, strict=False), first)
             step, (was, now) = next((s, pair) for s, pair in pairs if pair[0] != pair[1])
             raise ConfigError(
-                f"{KEY}={path} is {now!r} at step {step} and was {was!r} when the run began ({file}): "
+                f"{key}={path} is {now!r} at step {step} and was {was!r} when the run began ({file}): "
                 f"put the function back as it was, or give the new one another name"
             )
     disk.persist(file, lambda: write_atomic(file, json.dumps(table) + "\n"))
     if made:
         middle = len(made) // 2
         log.info(
-            f"{KEY}={path}: factor {made[0]:.6g} at step {first}, {made[middle]:.6g} at step "
+            f"{key}={path}: factor {made[0]:.6g} at step {first}, {made[middle]:.6g} at step "
             f"{first + middle}, {made[-1]:.6g} at step {table['last_step']}; all are in {file}"
         )
 

@@ -77,17 +77,19 @@ def factors_of(
     first = warmup_of(optimizer, total) + 1
     made = own_schedule.factors(path, first, total, key)
     if file is not None:
-        own_schedule.kept(file, path, first, made)
+        own_schedule.kept(file, path, first, made, key)
     return made
 
 
 def both_factors(
     learner: LearnerConfig, total: int, file: Path | None = None
 ) -> tuple[list[float], list[float]]:
-    """The policy's and the critic's factors; see :func:`factors_of`. Only the policy's are kept in the file."""
-    critic = learner.critic
-    others = [] if critic is None else factors_of(critic.optimizer, total, key=CRITIC_KEY)
-    return factors_of(learner.optimizer, total, file), others
+    """The policy's and the critic's factors; see :func:`factors_of`. The critic's file has its name from the policy's."""
+    own, others = factors_of(learner.optimizer, total, file), []
+    if learner.critic is not None:
+        critic_file = None if file is None else file.with_name(f"critic-{file.name}")
+        others = factors_of(learner.critic.optimizer, total, critic_file, CRITIC_KEY)
+    return own, others
 
 
 def check_warmup(config: Config, total: int) -> None:

@@ -106,7 +106,7 @@ class Trainer:
         self._reporter = Reporter(self._runs, config, folder, name, self._clock, self._total)
         self._reporter.always = leader.engine.sizes
         self._evaluations = Evaluations(self._runs, self._members, config, lambda: self._stop.asked)
-        self._callbacks = Callbacks(store, config)
+        self._callbacks = Callbacks(store, config, pairs=bool(self._held_out))
         self._best: Best | None = None
         if config.evaluate.best is not None:
             self._best = Best(folder, config.evaluate.best, self._export, config.evaluate.limit)
@@ -232,10 +232,12 @@ class Trainer:
 
     def _evaluate(self, total: int) -> None:
         """Requests the evaluation of this step's weights if it is due or a callback wants it."""
-        wanted = self._callbacks.take_evaluation()
+        asked = self._callbacks.take_evaluation()
+        wanted = asked and self._callbacks.can_evaluate
         ids = self._evaluations.request(self._step, total, wanted=wanted)
         if wanted:
             self._publishing.publish(self._version)
+        if asked:
             self._compare(self._step, wanted=True)
         if ids and self._config.evaluate.exact:
             self._await(ids)

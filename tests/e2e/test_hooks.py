@@ -141,6 +141,10 @@ def test_a_callback_stops_a_run_by_an_evaluation_and_the_run_can_go_on(here: Pat
     finished(here, *words, "run.callbacks=[]", f"run.last_step={last + 2}")
     assert summary(folder)["stopped"] is None
     assert [record["step"] for record in trained(folder)] == list(range(1, last + 3))
+    # Callbacks that it has again are called for what follows, and not for the steps without any.
+    finished(here, *words, callbacks("note"), f"run.last_step={last + 4}")
+    called = [int(line.split()[0]) for line in (here / "calls.txt").read_text().splitlines()]
+    assert min(called) == last + 3
 
 
 @pytest.mark.byhand

@@ -198,10 +198,10 @@ def from_files(files: Files) -> Iterable[Decoder]:
     yield one(
         "trackers.sent",
         "wandb.json",
-        text({"rows": 3, "step": 2, "applied": True, "evaluations": ["h@1"]}),
+        text({"rows": 3, "step": 2, "applied": True, "evaluations": ["h@1"], "latest": [2, "h@1"]}),
         Sent.read,
     )
-    tally = {"calls": 3, "errors": 1, "ended": 0, "off": False}
+    tally = {"calls": 3, "errors": 1, "ended": 0, "missed": 2, "off": False}
     yield one("callbacks.tallies", "tally.json", text({"m:f": tally}), read_tallies)
     yield one(
         "safetensors.header", "s/model.safetensors", [len(table).to_bytes(8, "little") + table],

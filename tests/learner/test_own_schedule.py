@@ -155,3 +155,26 @@ def test_the_critics_schedule_is_refused_by_its_own_name() -> None:
         ConfigError, match=r"learner\.critic\.optimizer\.schedule=my_schedules:nothing, at"
     ):
         both_factors(LearnerConfig.model_validate(made), 4)
+
+
+def test_the_critics_table_is_kept_beside_the_policys(tmp_path: Path) -> None:
+    from tandem.common.config import LearnerConfig
+    from tandem.learner.loop.schedule import both_factors
+
+    optimizers = [{"schedule": f"my_schedules:{name}"} for name in ("single", "cosine")]
+    made = {
+        "objective": {"name": "ppo"},
+        "optimizer": optimizers[0],
+        "critic": {"optimizer": optimizers[1]},
+    }
+    learner, file = LearnerConfig.model_validate(made), tmp_path / "schedule.json"
+    factors = both_factors(learner, 4, file)
+    names = ("schedule.json", "critic-schedule.json")
+    assert tuple(json.loads((tmp_path / name).read_text())["factors"] for name in names) == factors
+    changed = MODULE.replace("/ total_steps)) / 2", "/ total_steps)) / 2 + (step > 2)")
+    (tmp_path / "my_schedules.py").write_text(changed)
+    with pytest.raises(
+        ConfigError,
+        match=r"learner\.critic\.optimizer\.schedule=my_schedules:cosine is .* at step 3",
+    ):
+        both_factors(learner, 4, file)

@@ -39,6 +39,7 @@ from tandem.launch.cli import main
 from tandem.learner.resume.journal import read, trained
 from tandem.learner.resume.state_files import POLICY
 from tandem.replay import archive
+from tandem.replay.callback_requests import CallbackRequests, Requested
 from tandem.replay.evaluating.evaluations import EvaluationRequest
 from tandem.replay.ledger_records import Lease
 from tandem.replay.members import membership
@@ -909,6 +910,23 @@ def test_held_out_pairs_are_measured_at_steps_that_are_quarantined(
     finish(run, launch(run))
     assert outcomes(run) == dict.fromkeys((1, 2, 3), "quarantined")
     assert measured() == [1, 2, 3]
+
+
+def test_held_out_pairs_are_compared_when_a_callback_wants_it_without_a_held_out_set(
+    start_run: StartRun, launch: Launch, made_up: ModuleType
+) -> None:
+    run = start_run(
+        run={"steps": 3, "callbacks": ["elsewhere:one"]},
+        data={"heldout_pairs": 0.4},
+        learner={"source": "offline", "objective": {"name": "dpo"}},
+        rollout={"workers": 0},
+    )
+    run.runs.put_traces(worse_traces(made_up))
+    CallbackRequests(run.store).put(Requested(evaluate=1))
+    said = finish(run, launch(run))
+    compared = [one["step"] for one in metrics(run) if "heldout/preference_pairs" in one]
+    assert compared == [1, 3]
+    assert "nobody evaluates" not in said
 
 
 def test_an_offline_run_that_moves_nothing_ends_and_says_why(

@@ -54,6 +54,8 @@ class RunRecord:
             preset_path=str(preset.path),
             overrides=[as_kept(word) for word in opening.overrides],
             port=port,
+            # Holds until the requests are cleared that ended it, also if this start is killed before.
+            was_finished=self.get("state") == "finished" or bool(self.get("was_finished")),
             state="starting",
             wall_seconds=wall_seconds(self._content),
             began=self.began,

@@ -3,7 +3,7 @@
 A part that dies is started again after a pause that doubles from ``launch.backoff_seconds`` to
 30 s. A part that dies ``launch.max_failures`` times without progress in between ends the run;
 progress means that more steps are journalled than at the part's last death. Deaths while Redis is
-away don't count.
+away don't count. A start that fails, after the first one, is a death too.
 
 The first SIGINT, SIGTERM or SIGHUP (or a terminal that has gone away) drains: the parts get
 SIGTERM stage by stage, the learner first, so that it checkpoints while Redis still answers. The
@@ -223,16 +223,7 @@ class Supervisor:
             PartFailed: as :meth:`run`; the work is then left behind.
             DiskFull: as :meth:`run`.
         """
-        failed: list[BaseException] = []
-
-        def do() -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                failed.append(error)
-
-        thread = threading.Thread(target=do, name="watched", daemon=True)
-        thread.start()
+        thread, failed = _begun(work)
         while thread.is_alive():
             thread.join(0.05)
             if self._stops:
@@ -243,6 +234,16 @@ class Supervisor:
         if failed:
             raise failed[0]
         return True
+
+    def unless_killed(self, work: Callable[[], None]) -> None:
+        """Does something that may wait, in a thread, which a second signal leaves behind; raises what it raised."""
+        if self.kill_requested:
+            return
+        thread, failed = _begun(work)
+        while thread.is_alive() and not self.kill_requested:
+            thread.join(0.05)
+        if failed:
+            raise failed[0]
 
     def _require_space(self) -> None:
         """Drains a run whose disk has been full for too long, and raises ``DiskFull``."""
@@ -273,7 +274,7 @@ class Supervisor:
         """
         if part.due is not None:
             if time.monotonic() >= part.due and not self._disk_is_full():
-                self.start(part)
+                self._start_due(part)
             return False
         exits = [exit_of(process) for _, process in part.processes]
         if all(code is None for code in exits):
@@ -314,6 +315,33 @@ class Supervisor:
             return False
         self._count(part, spec, died)
         return False
+
+    def _start_due(self, part: Part) -> None:
+        """Starts a part whose pause is over; if it can't be started, that counts as a death."""
+        why = self._start_or_why(part)
+        if not why:
+            return
+        if part.others is not None and not part.others.ended(part.specs()[0], 1):
+            self._say(why)
+            part.due = time.monotonic()
+        elif not self._dies(part):
+            pause = self._pause(part)
+            part.due = time.monotonic() + pause
+            self._say(f"{why}; trying again in {pause:.1f} s")
+        elif part.dispensable:
+            part.due = None
+            self._say(f"warning: {why}; the run goes on without it")
+        else:
+            raise PartFailed(f"{why}, after {part.deaths} failures without a step in between")
+
+    def _start_or_why(self, part: Part) -> str:
+        """Starts a part again, or returns why it can't be started: no process, no port."""
+        try:
+            self.start(part)
+        except (OSError, ConfigError) as error:
+            part.reap(self._say)
+            return f"{part.name} can't be started: {error}"
+        return ""
 
     def _interrupt(self, part: Part, found: Interruption) -> None:
         """Ends a part whose other processes, on other hosts, have ended or are about to."""
@@ -358,12 +386,7 @@ class Supervisor:
             # The outage's doing: whoever waits for Redis ends after a while, as often as it takes.
             self._start_again(part, spec, died, f"{how} while Redis is away")
             return
-        progress = self._progress()
-        if progress > part.progress_at_death:
-            part.deaths = 0
-        part.deaths += 1
-        part.progress_at_death = max(progress, part.progress_at_death)
-        if died in HOPELESS or part.deaths >= self._max_failures:
+        if self._dies(part) or died in HOPELESS:
             verdict = HOPELESS.get(
                 died,
                 f"died {part.deaths} times without a step in between; at last it {how}",
@@ -374,6 +397,19 @@ class Supervisor:
                 f"{spec.name} {verdict}; the last lines of {shown(spec.log)}:\n{last_lines(spec.log)}"
             )
         self._start_again(part, spec, died, how, why)
+
+    def _dies(self, part: Part) -> bool:
+        """Counts a death; returns whether there were too many without progress."""
+        progress = self._progress()
+        if progress > part.progress_at_death:
+            part.deaths = 0
+        part.deaths += 1
+        part.progress_at_death = max(progress, part.progress_at_death)
+        return part.deaths >= self._max_failures
+
+    def _pause(self, part: Part) -> float:
+        """Seconds until the next start."""
+        return min(LONGEST_PAUSE, self._backoff * 2 ** max(0, part.deaths - 1))
 
     def _how(self, died: int) -> str:
         """How a process has ended; a kill may have been the kernel's, who needed memory."""
@@ -391,7 +427,7 @@ class Supervisor:
     def _start_again(
         self, part: Part, spec: ProcessSpec, died: int, how: str, why: str = ""
     ) -> None:
-        pause = min(LONGEST_PAUSE, self._backoff * 2 ** max(0, part.deaths - 1))
+        pause = self._pause(part)
         part.due = time.monotonic() + pause
         self._note(spec, died)
         whose = f"{why}; starting {part.name}" if why else f"{spec.name} {how}; starting it"
@@ -473,8 +509,18 @@ class Supervisor:
             for name in late:
                 self._say(f"{name} didn't end in time and is killed")
         for part in parts:
+            if part.dispensable:
+                self._tell_failed(part)
             part.reap(self._say)
         return not late
+
+    def _tell_failed(self, part: Part) -> None:
+        """Tells of processes that have failed when they were asked to end, such as a tracker that couldn't send all."""
+        for spec, process in part.processes:
+            code = exit_of(process)
+            if code is not None and code > 0:
+                last = last_lines(spec.log, 1).strip().removeprefix("| ")
+                self._say(f"warning: {spec.name} {described(code)}: {last}")
 
     def _revive_later(self, stage: int) -> None:
         """Starts parts with last words again that have died before their turn to end.
@@ -492,7 +538,8 @@ class Supervisor:
         hopeless = part.deaths >= self._max_failures
         if part.before_end is not None and not part.alive() and not hopeless:
             part.reap(self._say)
-            self.start(part)
+            if why := self._start_or_why(part):
+                self._say(why)
         part.due = None
         return part.alive()
 
@@ -501,3 +548,18 @@ class Supervisor:
         for part in sorted(self._parts, key=lambda part: part.stage):
             part.due = None
             part.reap(self._say)
+
+
+def _begun(work: Callable[[], None]) -> tuple[threading.Thread, list[BaseException]]:
+    """Begins work in a thread; also a list that will hold what it raises."""
+    failed: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            failed.append(error)
+
+    thread = threading.Thread(target=do, name="watched", daemon=True)
+    thread.start()
+    return thread, failed

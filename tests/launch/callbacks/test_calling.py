@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -173,6 +174,28 @@ def test_what_a_callback_started_ends_with_its_process(started: Made) -> None:
     second = int(b"".join(printed).split()[-1])
     end = time.monotonic() + 10
     while any(psutil.pid_exists(pid) and alive(pid) for pid in (first, second)):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+HOST = """
+import sys, time
+from tandem.launch.callbacks.caller import Caller
+one = Caller(["my_callbacks:starts"], seconds=20.0, memory_mb=512)
+one.start()
+print(int(one.call(0, 1, {}).asked.values["child"]), flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_callback_started_ends_though_its_host_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE) as host:
+        assert host.stdout is not None
+        child = int(host.stdout.readline())
+        assert alive(child)
+        host.kill()
+    end = time.monotonic() + 10
+    while alive(child):
         assert time.monotonic() < end
         time.sleep(0.02)
 

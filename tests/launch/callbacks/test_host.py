@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,30 @@ def test_a_callback_that_ends_or_hangs_its_process_is_switched_off(
     assert read_tallies(folder.callbacks)[f"hosted:{name}"].calls == 3
 
 
+def test_a_process_that_cannot_be_started_for_a_while_switches_nothing_off(
+    folder: RunFolder, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Path("hosted.py")
+    module.write_text("import missing_for_a_while")
+    with Hosted(folder, store, "note", "other"):
+        until(lambda: "can't be started" in caplog.text)
+        write(folder, *map(step, range(1, 4)))
+        until(lambda: read_tallies(folder.callbacks).get("hosted:other", Tally()).missed == 3)
+        module.write_text(MODULE)
+        numbers = count(4)
+
+        def another() -> bool:
+            write(folder, step(next(numbers)))
+            return bool(calls("others.txt"))
+
+        until(another)
+    last, made = next(numbers) - 1, len(calls("others.txt"))
+    tallies = read_tallies(folder.callbacks)
+    assert tallies["hosted:other"] == Tally(calls=made, missed=last - made)
+    missed = sum(tally.missed for tally in tallies.values())
+    assert CallbackRequests(store).read().values["failures"][1] == missed
+
+
 def test_a_call_that_hangs_at_the_end_of_the_run_is_cut_short(
     folder: RunFolder, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +260,18 @@ def test_requests_reach_the_learner_once(folder: RunFolder, store: Store) -> Non
     assert requests.stopped() == stop
     requests.clear()
     assert (requests.read(), requests.stopped(), requests.served()) == (Requested(), None, 0)
+
+
+def test_a_stop_of_a_callback_that_the_run_no_longer_has_is_forgotten(store: Store) -> None:
+    requests = CallbackRequests(store)
+    stop = Stop(callback="hosted:asks", reason="three is enough", step=3)
+    requests.put(Requested(stop=stop, checkpoint=4))
+    requests.put_stopped(stop)
+    requests.keep_stops_of(("hosted:note", "hosted:asks"))
+    assert (requests.read().stop, requests.stopped()) == (stop, stop)
+    requests.keep_stops_of(("hosted:note",))
+    assert (requests.read(), requests.stopped()) == (Requested(checkpoint=4), None)
+    requests.clear()
 
 
 def test_a_learner_that_ends_before_it_has_served_leaves_it_to_the_next(

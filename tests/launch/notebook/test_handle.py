@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 import zipfile
+from itertools import count
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from tandem.common.config import to_yaml, valid_keys
 from tandem.common.errors import DataError, DeadlineError, TandemError
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
+from tandem.launch.notebook import handle
 from tandem.launch.notebook.handle import Run, _flat, _word
 from tandem.launch.run.opened.presets import load
 from tandem.learner.resume.journal import read
@@ -265,6 +268,45 @@ def test_a_refused_run_raises_what_the_command_says(
     with pytest.raises(TandemError, match="launch"):
         tandem.launch.start("miniature", **{"learner.ranks": 3, "launch.gpus": [0, 1, 2]})
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_start_is_waited_for_as_long_as_it_takes_unless_a_time_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hours = count(0.0, 3600.0)
+    clock = SimpleNamespace(time=time.time, sleep=time.sleep, monotonic=lambda: next(hours))
+    monkeypatch.setattr(handle, "time", clock)
+    # A refusal is waited for in the place of its begin.
+    foreign = tmp_path / "runs" / "miniature" / "thesis.tex"
+    foreign.parent.mkdir(parents=True)
+    foreign.touch()
+    with pytest.raises(TandemError, match="holds something other than a run"):
+        tandem.launch.start("miniature")
+    with pytest.raises(DeadlineError, match=r"hasn't begun after 60 s \(wait_seconds\)"):
+        tandem.launch.start("miniature", wait_seconds=60)
+
+
+def test_an_interrupted_start_leaves_no_run_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *words: Any, **more: Any) -> None:
+            super().__init__(*words, **more)
+            begun.append(self)
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    clock = SimpleNamespace(time=time.time, sleep=interrupted, monotonic=time.monotonic)
+    monkeypatch.setattr(handle, "time", clock)
+    with pytest.raises(KeyboardInterrupt):
+        tandem.launch.start("miniature")
+    assert begun[0].wait(60) != 0
 
 
 def test_settings_are_given_as_the_command_line_takes_them() -> None:

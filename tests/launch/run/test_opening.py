@@ -325,6 +325,22 @@ def test_a_password_is_parted_from_its_word() -> None:
         assert apart(word) == (word, None)
 
 
+def test_a_start_that_is_killed_early_leaves_it_known_that_the_run_had_finished(
+    tmp_path: Path,
+) -> None:
+    preset, words = load("miniature"), [f"run.dir={tmp_path / 'run'}"]
+    opening = open_folder(preset, words, fresh=False)
+    folder = opening.folder
+    folder.make()
+    folder.write_config(to_yaml(opening.config))
+    folder.write_run({**opening.run, "state": "finished"})
+    # What a callback has asked of a finished run is cleared once Redis is there.
+    for _ in range(2):
+        opening = open_folder(preset, [*words, "run.steps=999"], fresh=False)
+        RunRecord(opening, began=0.0).begin(preset, opening, port=1)
+        assert (folder.read_run()["state"], folder.read_run()["was_finished"]) == ("starting", True)
+
+
 def test_the_record_of_a_run_keeps_no_password(tmp_path: Path) -> None:
     preset = load("miniature")
     words = [f"run.dir={tmp_path / 'run'}", "replay.redis_url=redis://:secret@h:1/0"]

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tandem.common.disk import DiskFull
+from tandem.common.errors import ConfigError
 from tandem.launch.run.processes.disk_watch import DiskWatch
 from tandem.launch.run.processes.parts import Part, ProcessSpec, Stage, exit_of
 from tandem.launch.run.processes.supervision import Outcome, PartFailed, Supervisor
@@ -472,6 +473,82 @@ def test_a_part_with_last_words_is_brought_back_for_them(tmp_path: Path) -> None
         ).start()
         assert running.run() is Outcome.FINISHED
     assert alive == [True]
+
+
+@pytest.mark.parametrize("error", [OSError(11, "no process"), ConfigError("no port is free")])
+def test_a_part_that_cannot_be_started_again_is_tried_again_after_a_pause(
+    tmp_path: Path, error: Exception
+) -> None:
+    said: list[str] = []
+    failing = iter([None, error, error])
+
+    def specs() -> list[ProcessSpec]:
+        if failure := next(failing, None):
+            raise failure
+        return [spec(tmp_path, "reward-0", "raise SystemExit(1)")]
+
+    with supervisor(say=said.append, max_failures=4) as running:
+        running.start(Part(name="reward-0", stage=1, specs=specs))
+        # Two deaths, and the two starts between them that failed.
+        with pytest.raises(PartFailed, match="reward-0 died 4 times without a step"):
+            running.run()
+    assert sum(f"reward-0 can't be started: {error}; trying again in" in line for line in said) == 2
+
+
+def test_a_part_that_can_never_be_started_again_ends_the_run_after_a_drain(tmp_path: Path) -> None:
+    ready, drained = tmp_path / "learner.ready", tmp_path / "order"
+    failing = iter([None])
+
+    def specs() -> list[ProcessSpec]:
+        if next(failing, "no port") is not None:
+            raise ConfigError("no port is free")
+        wait = f"import os, time\nwhile not os.path.exists({str(ready)!r}): time.sleep(0.01)"
+        return [spec(tmp_path, "reward-0", f"{wait}\nraise SystemExit(1)")]
+
+    with supervisor() as running:
+        running.start(draining(tmp_path, "learner", 0))
+        running.start(Part(name="reward-0", stage=1, specs=specs))
+        with pytest.raises(
+            PartFailed, match=r"reward-0 can't be started: no port is free, after 3"
+        ):
+            running.run()
+    assert drained.read_text().split() == ["learner"]
+
+
+def test_a_second_signal_ends_the_last_words_to_a_part_that_hangs(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def last_words() -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        running.unless_killed(lambda: over.wait(60))
+        assert not over.is_set()
+
+    with supervisor() as running:
+        running.start(part(tmp_path, "redis", FOREVER, stage=9, before_end=last_words))
+        os.kill(os.getpid(), signal.SIGINT)
+        assert running.run() is Outcome.KILLED
+        # A work that is asked for after it isn't begun.
+        running.unless_killed(over.set)
+        assert not over.is_set()
+    over.set()
+
+
+def test_a_tracker_that_fails_when_it_is_asked_to_end_is_told(tmp_path: Path) -> None:
+    ready = tmp_path / "wandb.ready"
+    code = (
+        "import pathlib, signal, sys, time\n"
+        "def fail(*_):\n    print('not all is there'); sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, fail)\n"
+        f"pathlib.Path({str(ready)!r}).touch()\n"
+        "time.sleep(600)\n"
+    )
+    said: list[str] = []
+    with supervisor(say=said.append) as running:
+        running.start(part(tmp_path, "wandb", code, stage=4, dispensable=True))
+        wait_for(ready.exists)
+        running.request_stop("test")
+        assert running.run() is Outcome.STOPPED
+    assert "warning: wandb ended with exit code 1: not all is there" in said
 
 
 def test_a_part_that_cannot_be_kept_alive_has_no_last_words(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +18,7 @@ import yaml
 from tandem.common.config import to_yaml
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import RunFolder
+from tandem.launch import cli
 from tandem.launch.host.preflight import check_trackers
 from tandem.launch.run.opened.presets import load
 from tandem.launch.trackers.following import Following, Sent
@@ -180,6 +183,40 @@ def test_an_alarm_is_told_once_beside_its_figures(folder: RunFolder) -> None:
     assert again.alarms == []
 
 
+def test_what_a_server_lacks_is_sent_again_under_the_same_numbers(folder: RunFolder) -> None:
+    write(folder, step(1), evaluation(0, 0.25), step(2), step(3), evaluation(2, 0.5))
+    following(folder, Recorder()).catch_up()
+    write(folder, step(4))
+    recorder = Recorder()
+    follower = following(folder, recorder)
+    follower._sent.go_back(2)
+    assert follower.catch_up() == 4
+    assert [(row, number) for row, number, _ in recorder.rows] == [(2, 2), (3, 3), (4, 2), (5, 4)]
+    assert recorder.rows[2][2] == {"eval/heldout/accuracy": 0.5}
+    # Of evaluations alone no step is sent with them.
+    write(folder, evaluation(4, 0.75))
+    follower.catch_up()
+    follower._sent.go_back(6)
+    follower = following(folder, again := Recorder())
+    follower._sent.go_back(6)
+    assert follower.catch_up() == 1
+    assert [(row, number) for row, number, _ in again.rows] == [(6, 4)]
+
+
+def test_a_server_that_lacks_more_than_is_known_gets_all_again(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.launch.trackers.following.LATEST", 2)
+    write(folder, *map(step, range(1, 6)))
+    following(folder, Recorder()).catch_up()
+    follower = following(folder, recorder := Recorder())
+    follower._sent.go_back(2)
+    assert follower.catch_up() == 5
+    assert [(row, number) for row, number, _ in recorder.rows] == [
+        *((2, 1), (3, 2), (4, 3), (5, 4), (6, 5))
+    ]
+
+
 def test_a_damaged_state_is_told(folder: RunFolder) -> None:
     folder.trackers.mkdir()
     (folder.trackers / "recorder.json").write_text("{")
@@ -256,6 +293,73 @@ def test_wandb_goes_on_in_the_same_run(folder: RunFolder) -> None:
     assert rows[3]["train/loss"] == 1.5
 
 
+class Server:
+    """Stands for W&B's library and its server, which has so many rows."""
+
+    def __init__(self, rows: int = 0, *, hangs: bool = False) -> None:
+        self.step = rows
+        self.rows: list[tuple[int, int]] = []
+        self.settings: Any = None
+        self._hangs = hangs
+
+    def init(self, *, settings: Any, mode: str, **_: object) -> Server:
+        assert mode == "online"
+        self.settings = settings
+        return self
+
+    def define_metric(self, *_: object, **__: object) -> None:
+        pass
+
+    def log(self, row: dict[str, Any], *, step: int) -> None:
+        self.rows.append((step, row["step"]))
+
+    def finish(self) -> None:
+        if self._hangs and self.settings.finish_timeout_raises:
+            raise TimeoutError("Timed out finishing run.")
+
+
+@pytest.fixture
+def online(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[[Server], int]:
+    """`tandem track` to a server; returns the exit code."""
+    import wandb
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+
+    def track(server: Server) -> int:
+        monkeypatch.setattr(wandb, "init", server.init)
+        return cli.main(["track", str(folder.path), "--to", "wandb"])
+
+    return track
+
+
+def test_rows_that_wandb_has_not_uploaded_are_sent_again(
+    folder: RunFolder, online: Callable[[Server], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, step(1), step(2), evaluation(0, 0.25), step(3))
+    assert online(first := Server()) == 0
+    assert first.rows == [(0, 1), (1, 2), (2, 0), (3, 3)]
+    # The tracker was killed, and half of it had arrived.
+    write(folder, step(4))
+    assert online(second := Server(2)) == 0
+    assert second.rows == [(2, 0), (3, 3), (4, 4)]
+    assert "the server has 2 of 4 records: the rest is sent again" in capsys.readouterr().out
+    assert online(third := Server(5)) == 0
+    assert third.rows == []
+
+
+def test_records_that_did_not_arrive_by_the_end_are_told(
+    folder: RunFolder, online: Callable[[Server], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, step(1), step(2))
+    assert online(Server(hangs=True)) == 1
+    said = capsys.readouterr().err
+    assert "W&B's server hasn't got all records in 30 s" in said
+    assert f"track {folder.path} --to wandb` sends what it lacks" in said
+    assert online(later := Server()) == 0
+    assert later.rows == [(0, 1), (1, 2)]
+
+
 def test_a_copy_is_a_run_of_its_own_in_wandb(folder: RunFolder) -> None:
     """Also after it has been started, which writes where it lies into its record."""
     folder.write_run({"run_id": RUN_ID, **place_of(folder.path)})
@@ -278,20 +382,42 @@ def test_a_folder_that_was_renamed_goes_on_in_its_wandb_run(folder: RunFolder) -
 
 
 def test_no_key_means_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
+    import wandb
+
+    def settings_are_read_again() -> None:
+        wandb.teardown()
+
+    names = ("API_KEY", "MODE", "BASE_URL", "CONFIG_DIR", "IDENTITY_TOKEN_FILE")
+    for name in ("NETRC", *(f"WANDB_{name}" for name in names)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    settings_are_read_again()
     assert not has_key()
     assert mode_of("online")[0] == "offline"
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
+    netrc = tmp_path / ".netrc"
+    netrc.write_text("machine api.wandb.ai login user password x\n")
     assert mode_of("online") == ("online", None)
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    # `wandb login --host` writes the server into W&B's settings.
+    kept = tmp_path / ".config" / "wandb" / "settings"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("[default]\nbase_url = https://wandb.mine:8080\n")
+    settings_are_read_again()
     assert not has_key()
+    netrc.write_text("machine wandb.mine:8080 login user password x\n")
+    assert has_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    settings_are_read_again()
+    assert not has_key()
+    monkeypatch.setenv("WANDB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    assert has_key()
+    monkeypatch.delenv("WANDB_IDENTITY_TOKEN_FILE")
     monkeypatch.setenv("WANDB_API_KEY", "x")
     assert mode_of("online") == ("online", None)
     assert mode_of("offline") == ("offline", None)
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert mode_of("online") == ("offline", "WANDB_MODE=offline")
+    settings_are_read_again()
 
 
 # --- before a start ---
