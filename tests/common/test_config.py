@@ -197,7 +197,8 @@ def test_differences_name_key_old_and_new():
 @pytest.mark.parametrize(
     "text",
     ["run.steps=99", "log.every=1", "learner.optimizer.lr=1", "launch.bind=::1", "rollout.workers=9",
-     "replay.lease_seconds=3", "weights.stage_seconds=9", "learner.ratio_check.on_alarm=quarantine"],
+     "replay.lease_seconds=3", "weights.stage_seconds=9", "learner.ratio_check.on_alarm=quarantine",
+     "rollout.vllm.gpu_memory_utilization=0.3", "rollout.gpus_per_worker=2"],
 )  # fmt: skip
 def test_a_resumed_run_may_change_schedule_logging_and_counts(text: str):
     assert c.differences(build(), build(text))

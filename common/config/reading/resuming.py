@@ -19,6 +19,12 @@ CHANGEABLE: tuple[str, ...] = (
     "run.callback*",
     "rollout.workers",
     "rollout.threads",
+    # What an engine needs of its GPUs, as those of another host may need it; not what it samples.
+    "rollout.gpus_per_worker",
+    "rollout.vllm.gpu_memory_utilization",
+    "rollout.vllm.kv_cache_mb",
+    "rollout.vllm.max_num_seqs",
+    "rollout.vllm.start_seconds",
     # How many episodes are played at a time and how long they may take; not what is played.
     "environments.servers",
     "environments.episodes",
