@@ -63,8 +63,8 @@ UNIT_WORDS = (
 """The end of a text in a unit of two letters or more, spelled out or short. One letter may be algebra."""
 _UPRIGHT = r"\s*\\(?:text|mathrm)\s*\{\s*[A-Za-z]{1,6}\s*\}(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?\s*"
 NO_UNIT = re.compile(
-    r"\s*(?:squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
-    r"|(?:hundred|thousand|million|billion|trillion)ths)\b",
+    r"\s*(?:squared|cubed|factorial|doubled|tripled|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths"
+    r"|tenths|(?:hundred|thousand|million|billion|trillion)(?:th)?s?|dozens?)\b",
     re.IGNORECASE,
 )
 """Words that begin like a unit and make another value of the number before them."""
