@@ -26,12 +26,15 @@ _MEASURES = {
     "mass": {"mg milligram": "1/1000", "g gram": "1", "kg kilogram": "1000"},
     "volume": {"ml mL milliliter millilitre": "1/1000", "l L liter litre": "1"},
     "money": {"cent": "1/100", "dollar usd": "1"},
+    "euros": {"euro": "1"},
+    "yuan": {"yuan": "1"},
+    "rupees": {"rupee": "1"},
     "angle": {"degree": "1"},
     "radians": {"radian rad": "1"},
 }
 """By dimension: the spellings of each unit, and its size in the dimension's base unit."""
 _UNMEASURED = (
-    "unit", "euro", "pound", "yuan", "rupee", "lb", "ounce", "oz", "gallon", "month", "year",
+    "unit", "pound", "lb", "ounce", "oz", "gallon", "month", "year",
     "people", "person", "student", "men", "women", "children", "way", "times", "point", "piece",
     "mph", "km/h", "m/s",
 )
