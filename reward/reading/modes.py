@@ -91,8 +91,8 @@ def _read_exact(text: str, prompt: str, truncated: bool) -> Extraction:
 
 
 def _read_box_only(text: str, prompt: str, truncated: bool) -> Extraction:
-    found = find(text, prompt_text=prompt, truncated=True)
-    return found if found.how != "tag" else _NONE
+    found = find(text, prompt_text=prompt, truncated=truncated)
+    return found if found.how == "box" or found.answer is None else _NONE
 
 
 def _of_tag(tag: str | None) -> Extraction:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from . import extraction
-from .extraction import Extraction, last_box
+from .extraction import Extraction
 from .labels import option_letter, option_text
 
 # "I think" and "a number" have a pronoun and an article, not options.
@@ -49,7 +49,7 @@ def reader(letters: str, *words: str) -> Callable[[str, str, bool], Extraction]:
         if part is None:
             return Extraction(answer=None, how="thinking")
         part = part[-extraction.MAX_SOLUTION :]
-        box = last_box(part)
+        box, _ = extraction.final_box(part, truncated=truncated)
         if box is not None:
             return _checked(box, "box", letters)
         tag = extraction.answer_tag(part)
