@@ -64,7 +64,7 @@ _MIXED = re.compile(
     r"| (?P<a4>\d{1,4}) ?/ ?(?P<b4>\d{1,4}))"
 )
 _PERCENT = re.compile(
-    r"\s*(?:\\?%|(?:\\(?:text|mathrm|textbf)\s*\{\s*)?(?:percentage points|percentage|percent|pct)\s*\}?)$",
+    r"\s*(?:\\?%|(?:\\(?:text|mathrm|textbf)\s*\{\s*)?(?:percentage points|percentage|per ?cent|pct)\s*\}?)$",
     re.IGNORECASE,
 )
 _TEXT_UNIT = re.compile(

@@ -94,7 +94,7 @@ _MATH = re.compile(
 )
 _NUMBER = re.compile(
     r"(?<![\w.,])[-+−]?[$€£¥]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:[.,]\d+)?|\.\d+)(?:/\d+)?"
-    r"(?:\s*\\?%|\s*(?:percent|pct)\b)?"
+    r"(?:\s*\\?%|\s*(?:per ?cent|pct)\b)?"
 )
 _LABELLED = re.compile(r"[^\W\d]{2,20}\s?:\s?[^:]{1,40}")
 _TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
