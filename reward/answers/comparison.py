@@ -142,7 +142,7 @@ _BASED = re.compile(
 _BASES = {word: value for word, value in NUMBER_WORDS.items() if 2 <= value <= 16}
 
 
-def _based(text: str) -> tuple[str, int | None] | None:
+def _based(text: str) -> tuple[str, int | str] | None:
     """(digits, base) of ``204_5``, ``204_{\\text{five}}`` and ``(204)_5``."""
     if "_" not in text:
         return None
@@ -150,7 +150,7 @@ def _based(text: str) -> tuple[str, int | None] | None:
     if match is None:
         return None
     word = match["word"]
-    base = _BASES.get(word) if word else int(match["base"] or match["digit"])
+    base = _BASES.get(word, word) if word else int(match["base"] or match["digit"])
     return match["digits"].lower().lstrip("0") or "0", base
 
 

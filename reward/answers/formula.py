@@ -3,8 +3,8 @@ r"""A small grammar of LaTeX formulas, and their values: arithmetic without symp
 Numbers, letters, ``+ - * / ^``, ``\frac``, ``\sqrt``, ``\pi``, a few functions and brackets are parsed
 into a tree and evaluated at a point: modulo a prime as long as there is no root or constant, which
 is exact (two different rational functions of this size agree at a point with a chance below 2^-50:
-Schwartz and Zippel), else in complex numbers at two points. What is ambiguous or outside the grammar
-has no tree. Nothing here evaluates text as code.
+Schwartz and Zippel), else in complex numbers at two points, or at some more if there are roots over
+names. What is ambiguous or outside the grammar has no tree. Nothing here evaluates text as code.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ MAX_CHARACTERS = 300
 """Longer texts are left to a grader process."""
 MAX_DEPTH = 24
 MAX_EXPONENT = 64
+FAR = (8, -8, 100, -100)
+"""Further points for roots over names, as multiples of the first one: near 0 alone, the root of (x-3)^2 is 3-x."""
 PRIME = (1 << 61) - 1
 
 _TOKEN = re.compile(
@@ -239,6 +241,10 @@ class _NotExact(Exception):
     """There is a root, a constant or an exponent that has no value modulo a prime."""
 
 
+class _NotReal(Exception):
+    """A root over names isn't real at the point, where the formula may not be meant to hold."""
+
+
 def _modular(tree: Tree) -> int:
     """The value modulo :data:`PRIME` at the fixed point."""
     kind = tree[0]
@@ -267,8 +273,12 @@ def _modular(tree: Tree) -> int:
     return left * pow(right, -1, PRIME) % PRIME
 
 
-def floating(tree: Tree, sign: int) -> complex:
-    """The value in complex numbers at a point with that sign."""
+def floating(tree: Tree, scale: int) -> complex:
+    """The value in complex numbers at the point of that scale, 1, -1 or one of :data:`FAR`.
+
+    Raises:
+        _NotReal: at one of :data:`FAR`, where a root over names isn't real.
+    """
     kind = tree[0]
     if kind == "n":
         return complex(float(tree[1]))
@@ -276,10 +286,10 @@ def floating(tree: Tree, sign: int) -> complex:
         return complex(tree[1])
     if kind == "v":
         # Points differ and have both signs: there the root of a square isn't always its base.
-        return complex(sign * (0.3 + math.fmod(ord(tree[1]) * 0.618033988749895, 1.0) * 2.0))
+        return complex(scale * (0.3 + math.fmod(ord(tree[1]) * 0.618033988749895, 1.0) * 2.0))
     if kind == "f":
-        return _FUNCTIONS[tree[1]](floating(tree[2], sign))
-    left = floating(tree[1], sign)
+        return _FUNCTIONS[tree[1]](floating(tree[2], scale))
+    left = floating(tree[1], scale)
     if kind == "^":
         if tree[2] <= 0 and not left:
             raise Unknown
@@ -288,8 +298,10 @@ def floating(tree: Tree, sign: int) -> complex:
         if tree[2] % 2 and not left.imag and left.real < 0 and not _has_names(tree):
             # The cube root of -8 is -2; with names, a root is compared with a power as sympy takes it.
             return complex(-(abs(left) ** (1 / tree[2])))
+        if scale in FAR and (left.imag or left.real < 0) and _has_names(tree):
+            raise _NotReal
         return left ** (1 / tree[2]) if left else left
-    right = floating(tree[2], sign)
+    right = floating(tree[2], scale)
     if kind == "+":
         return left + right
     if kind == "-":
@@ -309,6 +321,13 @@ def _has_names(tree: Tree) -> bool:
     return tree[0] == "v" or any(_has_names(part) for part in tree[1:] if isinstance(part, tuple))
 
 
+def _roots_names(tree: Tree) -> bool:
+    """Whether a root is taken of something with names."""
+    if tree[0] == "root" and _has_names(tree):
+        return True
+    return any(_roots_names(part) for part in tree[1:] if isinstance(part, tuple))
+
+
 # --- equality ---------------------------------------------------------------------------------
 
 
@@ -325,8 +344,14 @@ def same_value(a: Formula, b: Formula) -> bool | None:
         except _NotExact:
             equal = False
         certain = not (decimal or a.transcendental or b.transcendental)
-        for sign in (1, -1) if a.names else (1,):
-            p, q = floating(a.tree, sign), floating(b.tree, sign)
+        scales: tuple[int, ...] = (1, -1) if a.names else (1,)
+        if certain and (_roots_names(a.tree) or _roots_names(b.tree)):
+            scales += FAR
+        for scale in scales:
+            try:
+                p, q = floating(a.tree, scale), floating(b.tree, scale)
+            except _NotReal:
+                continue
             if not (cmath.isfinite(p) and cmath.isfinite(q)):
                 return None
             most = max(abs(p), abs(q), 1e-300)
@@ -335,7 +360,7 @@ def same_value(a: Formula, b: Formula) -> bool | None:
                 # Both are tiny, or rounded: math-verify has its own conventions for them.
                 vague = most < FLOAT_TINY or (decimal and distance < FLOAT_ROUNDED)
                 return None if vague else False
-            certain = certain and distance <= FLOAT_EQUAL
+            certain = certain and (distance <= FLOAT_EQUAL or scale in FAR)
     except (Unknown, OverflowError, ZeroDivisionError, ValueError):
         return None
     return True if certain else None

@@ -64,7 +64,7 @@ _MIXED = re.compile(
     r"| (?P<a4>\d{1,4}) ?/ ?(?P<b4>\d{1,4}))"
 )
 _PERCENT = re.compile(
-    r"\s*(?:\\?%|(?:\\(?:text|mathrm|textbf)\s*\{\s*)?(?:percentage points|percentage|percent|pct)\s*\}?)$",
+    r"\s*(?:\\?%|(?:\\(?:text|mathrm|textbf)\s*\{\s*)?(?:percentage points|percentage|per ?cent|pct)\s*\}?)$",
     re.IGNORECASE,
 )
 _TEXT_UNIT = re.compile(
@@ -85,27 +85,6 @@ _RATE = re.compile(
     re.IGNORECASE,
 )
 _NOUNS = re.compile(r" (?P<words>[A-Za-z]{3,}(?: (?:[a-z]{3,}|of|per|in)){0,3})\.?$")
-_NO_NOUNS = re.compile(
-    r"\b(?:or|and|nor|not|than|maybe|perhaps|possibly|but|if|when|where|plus|minus|mod|modulo|squared"
-    r"|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tens|tenths?"
-    r"|(?:hundred|thousand|million|billion|trillion)ths?|base|least"
-    r"|most|more|less|fewer|pi|sqrt|sin|cos|tan|log|exp|alpha|beta|theta|over|divided|hundred"
-    r"|thousand|million|billion|trillion|dozen|percent|otherwise|except|unless|either|instead)\b",
-    re.IGNORECASE,
-)
-_SCALES = {
-    "hundred": 10**2,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "dozen": 12,
-}
-_SCALE = re.compile(
-    r"\s*(?:\\text\s*\{\s*)?(?P<scale>hundred|thousand|million|billion|trillion|dozen)s?(?![A-Za-z-])"
-    r"(?P<rest>[^{}]*?)\s*\}?$",
-    re.IGNORECASE,
-)
 # fmt: off
 NUMBER_WORDS = {word: value for value, word in enumerate((
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
@@ -122,6 +101,33 @@ NUMBER_WORDS |= {
     for mark in "- "
 }
 """``zero`` to ``ninety-nine``, with a hyphen or a blank between tens and ones."""
+_NUMBER_WORD = "|".join(
+    # "12 students in one class" are 12.
+    "(?<!in )one" if word == "one" else word
+    for word in NUMBER_WORDS
+    if word.isalpha()
+)
+_NO_NOUNS = re.compile(
+    rf"\b(?:{_NUMBER_WORD}|or|and|nor|not|than|maybe|perhaps|possibly|but|if|when|where|plus|minus|mod|modulo"
+    r"|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tens|tenths?"
+    r"|(?:hundred|thousand|million|billion|trillion)(?:th)?s?|dozens?|base|least|most|more|less|fewer|pi|sqrt|sin"
+    r"|cos|tan|log|exp|alpha|beta|theta|over|under|above|below|divided|doubled|tripled|choose|percent|otherwise"
+    r"|except|unless|either|instead)\b",
+    re.IGNORECASE,
+)
+_SCALES = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
+_SCALE = re.compile(
+    r"\s*(?:\\text\s*\{\s*)?(?P<scale>hundred|thousand|million|billion|trillion|dozen)s?(?![A-Za-z-])"
+    r"(?P<rest>[^{}]*?)\s*\}?$",
+    re.IGNORECASE,
+)
 _CURRENCY = "$€£¥₹"
 _CURRENCY_WORDS = re.compile(
     r"^(?:\\(?:text|mathrm)\s*\{\s*(?:Rs\.?|USD|US\$|EUR|GBP|INR|CNY|\\?\$|[€£¥₹])\s*\}\s*"
@@ -159,9 +165,13 @@ def _dressed(text: str) -> PlainNumber | None:
             return None
         return dataclasses.replace(number, percent=True)
     scale = _SCALE.search(body)
-    if scale is not None and not any(c.isdigit() for c in scale.group("rest")):
+    if scale is not None:
         number = _bare(body[: scale.start()].rstrip())
         if number is not None:
+            rest = scale.group("rest")
+            if _NO_NOUNS.search(rest) or any(c.isdigit() for c in rest):
+                # "5 thousand two hundred" isn't read, and isn't 5000.
+                return None
             factor = _SCALES[scale.group("scale").lower()]
             return dataclasses.replace(
                 number, value=number.value * factor, unit=number.unit * factor

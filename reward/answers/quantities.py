@@ -1,7 +1,8 @@
 """Quantities with known units, compared by what they measure: 1.5 km is 1500 m, and 40 cm isn't 40 m.
 
-Only if both sides have units of the table, for the same dimension, and not the same unit. A unit
-that only one side has is ignored elsewhere (:mod:`tandem.reward.answers.numbers`), as data sets do.
+Only if both sides have units that are known, and not the same one. A unit of another dimension or
+currency makes another answer, unless data sets mix the two up. A unit that only one side has is
+ignored elsewhere (:mod:`tandem.reward.answers.numbers`), as data sets do.
 """
 
 from __future__ import annotations
@@ -30,7 +31,19 @@ _UNIT = (
     r"(?:\s*\^\s*(?:\{\s*(?P<braced>[23])\s*\}|(?P<power>[23])))?"
 )
 _PART = re.compile(rf"\s*(?:,|and|\\text\s*\{{\s*and\s*\}})?\s*{_NUMBER}{_UNIT}\s*")
-_DOLLARS = re.compile(r"\$\s*(?P<number>\d[\d,]*(?:\.\d+)?)")
+_MONEY = re.compile(r"(?P<before>[$€£¥₹])?\s*(?P<number>\d[\d,]*(?:\.\d+)?)\s*(?P<behind>[€£¥₹])?")
+_CURRENCIES = {"$": "money1", "€": "euros1", "£": "pounds1", "¥": "yuan1", "₹": "rupees1"}
+_DEGREES = r"(?:(?:\^\s*\{?\s*\\circ\s*\}?|degrees?)\s*)?"
+_TEMPERATURE = re.compile(
+    rf"{_NUMBER}\s*{_DEGREES}(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{{\s*{_DEGREES})?"
+    r"(?P<scale>C|F|[Cc]elsius|[Ff]ahrenheit)\s*\}?"
+)
+_MIXED_UP = (
+    {"length1", "length2", "length3", "volume1"},
+    {"angle1", "celsius1"},
+    {"angle1", "fahrenheit1"},
+)
+"""Dimensions of which data sets write one for another: an area in cm, a temperature in degrees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +69,14 @@ def read_quantity(text: str, *, letters: bool = False) -> Quantity | None:
     """
     if len(text) > MAX_CHARACTERS:
         return None
-    money = _DOLLARS.fullmatch(text)
+    money = _MONEY.fullmatch(text)
     if money is not None:
-        number = read_number(money["number"])
-        if number is None:
-            return None
-        return Quantity("money1", (Fraction(1),), number.value, number.unit)
+        currency = _CURRENCIES.get(money["before"] or money["behind"])
+        return _in_base_unit(money["number"], currency) if currency is not None else None
+    temperature = _TEMPERATURE.fullmatch(text)
+    if temperature is not None:
+        scale = "celsius1" if temperature["scale"] in ("C", "Celsius", "celsius") else "fahrenheit1"
+        return _in_base_unit(temperature["number"], scale)
     position = 0
     parts: list[tuple[str, Fraction, Fraction, Fraction]] = []
     while position < len(text):
@@ -84,6 +99,13 @@ def read_quantity(text: str, *, letters: bool = False) -> Quantity | None:
     total = sum((unit * value for _, unit, value, _ in parts), Fraction(0))
     last_place = max(unit * place for _, unit, _, place in parts)
     return Quantity(parts[0][0], units, total, last_place)
+
+
+def _in_base_unit(text: str, dimension: str) -> Quantity | None:
+    number = read_number(text)
+    if number is None:
+        return None
+    return Quantity(dimension, (Fraction(1),), number.value, number.unit)
 
 
 def _read_part(match: re.Match[str]) -> tuple[str, Fraction, Fraction, Fraction] | None:
@@ -111,6 +133,8 @@ def same_quantity(answer: str, gold: str) -> bool | None:
     (True, False)
     >>> same_quantity("40 cm", "40 centimeters"), same_quantity("40 cm", "40")
     (None, None)
+    >>> same_quantity("5 km", "5 hours"), same_quantity("5 cm", "5\\\\text{ cm}^2")
+    (False, None)
     """
     theirs = read_quantity(gold)
     # If the gold answer has a unit, a single letter is one too.
@@ -122,7 +146,11 @@ def same_quantity(answer: str, gold: str) -> bool | None:
         # One is rational and the other isn't, so one of them is rounded.
         a, b = (_in_radians(quantity) for quantity in (ours, theirs))
         return is_rounding(a.value, b.value, answer_unit=a.last_place, gold_unit=b.last_place)
-    if ours.dimension != theirs.dimension or ours.units == theirs.units:
+    if ours.dimension != theirs.dimension:
+        mixed_up = any({ours.dimension, theirs.dimension} <= near for near in _MIXED_UP)
+        # A single letter may be another unit: "90m" are minutes, too.
+        return None if mixed_up or read_quantity(answer) is None else False
+    if ours.units == theirs.units:
         return None
     if ours.value == theirs.value:
         return True

@@ -92,6 +92,7 @@ _COLOUR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
 _BACKWARDS = re.compile(
     r"(?P<open>[\[\]])(?P<low>[^\[\](),]+),(?P<high>[^\[\](),]+)(?P<close>[\[\]])"
 )
+_NOT_EQUAL = re.compile(r"\\not\s*=")
 _LOG_E = re.compile(r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})")
 
 _CHARACTERS = {
@@ -215,6 +216,8 @@ def plain(text: str) -> str:
         if "\\text" in text or "\\math" in text or "\\mbox" in text:
             text = _TEXT_MINUS.sub("-", text)
             text = _UPRIGHT.sub(r" \1\2 ", text)
+        if "\\not" in text:
+            text = _NOT_EQUAL.sub(r"\\ne ", text)
         if "color" in text:
             text = _COLOUR.sub("", text)
         text = _COMMAND.sub(_command, text)

@@ -328,23 +328,23 @@ _CLOCK = re.compile(
 
 
 def clock(text: str) -> tuple[int, int, str] | None:
-    """(hours, minutes, "a", "p" or "") for a time of day, else None."""
+    """(hours, minutes, "a", "p" or "") for a time of day, or minutes and seconds; else None."""
     match = _CLOCK.fullmatch(text)
     if match is None or (match["minutes"] is None and match["half"] is None):
         return None
     hours, minutes = int(match["hours"]), int(match["minutes"] or 0)
-    if hours > 24 or minutes > 59:
+    if minutes > 59:
         return None
     return hours, minutes, (match["half"] or "")[:1].lower()
 
 
 def same_clock(answer: str, gold: str) -> bool | None:
-    """Whether two times of day are the same; None if the texts aren't certainly times."""
+    """Whether two times are the same, part by part; None if a text isn't one.
+
+    ``10:30`` may also be a ratio, but 5:15 isn't a way to write it: two texts in a clock's form are times.
+    """
     ours, theirs = clock(answer), clock(gold)
     if theirs is None or ours is None:
-        return None
-    certain = theirs[2] or re.search(r":\s?0\d", gold) or re.search(r":\s?0\d", answer)
-    if not certain and not ours[2]:
         return None
     if ours[2] and theirs[2] and ours[2] != theirs[2]:
         return False

@@ -280,8 +280,12 @@ def _equal_after_all(answer: str, gold: str, golds: list[Any], answers: list[Any
     a, b = ours[0], theirs[0]
     try:
         if _IMAGINARY.search(plain(answer)) or _IMAGINARY.search(plain(gold)):
+            if isinstance(a, Eq) and isinstance(b, Eq) and str(a.lhs) == str(b.lhs):
+                a, b = a.rhs, b.rhs
             a2, b2 = _with_unit(a), _with_unit(b)
-            if (a2, b2) != (a, b) and _verify([b2], [a2]):
+            # With a name that is real, x = 3i and y = 5i both become false.
+            known = sympy.false not in (a2, b2)
+            if known and (a2, b2) != (a, b) and _verify([b2], [a2]):
                 return not _falsely_equal([b2], [a2])
         if (_is_condition(a) or _is_condition(b)) and _same_region(answer, gold, a, b):
             return True

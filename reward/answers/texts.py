@@ -119,9 +119,9 @@ def _words(text: str, normalised: str) -> str | None:
     if any(word in _MATH_WORDS for word in words):
         return None
     wrapped = WRAPPER.search(text) is not None
-    letters = len(normalised) >= 4 and normalised.isupper()
+    letters = normalised.isupper() and sum(map(str.isalpha, normalised)) >= 3
     if not wrapped and not letters and not any(len(word) >= 5 for word in words):
-        # "HTTH" is a sequence of letters; "ab" may be a product.
+        # "HTH" is a sequence of letters, and not HHT; "ab" and "A-B" may be formulas.
         return None
     return without_article(words)
 

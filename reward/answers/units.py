@@ -26,12 +26,15 @@ _MEASURES = {
     "mass": {"mg milligram": "1/1000", "g gram": "1", "kg kilogram": "1000"},
     "volume": {"ml mL milliliter millilitre": "1/1000", "l L liter litre": "1"},
     "money": {"cent": "1/100", "dollar usd": "1"},
+    "euros": {"euro": "1"},
+    "yuan": {"yuan": "1"},
+    "rupees": {"rupee": "1"},
     "angle": {"degree": "1"},
     "radians": {"radian rad": "1"},
 }
 """By dimension: the spellings of each unit, and its size in the dimension's base unit."""
 _UNMEASURED = (
-    "unit", "euro", "pound", "yuan", "rupee", "lb", "ounce", "oz", "gallon", "month", "year",
+    "unit", "pound", "lb", "ounce", "oz", "gallon", "month", "year",
     "people", "person", "student", "men", "women", "children", "way", "times", "point", "piece",
     "mph", "km/h", "m/s",
 )
@@ -63,8 +66,8 @@ UNIT_WORDS = (
 """The end of a text in a unit of two letters or more, spelled out or short. One letter may be algebra."""
 _UPRIGHT = r"\s*\\(?:text|mathrm)\s*\{\s*[A-Za-z]{1,6}\s*\}(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?\s*"
 NO_UNIT = re.compile(
-    r"\s*(?:squared|cubed|factorial|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths|tenths"
-    r"|(?:hundred|thousand|million|billion|trillion)ths)\b",
+    r"\s*(?:squared|cubed|factorial|doubled|tripled|halves|thirds|fourths|fifths|sixths|sevenths|eighths|ninths"
+    r"|tenths|(?:hundred|thousand|million|billion|trillion)(?:th)?s?|dozens?)\b",
     re.IGNORECASE,
 )
 """Words that begin like a unit and make another value of the number before them."""

@@ -32,7 +32,7 @@ MAX_FALLBACK = 2_000
 
 _TOKENS = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])(?:\s{0,3}\{)?|\\.|[{}]", re.DOTALL)
 _UNBRACED = re.compile(
-    r"\\(?:boxed|fbox)(?![A-Za-z{])\s{0,3}([-+]?\w[^\s{}$\\]{0,60}?)(?=[.,;:]?(?:\s|\$|\\[)\]])|\.$)"
+    r"\\(?:boxed|fbox)(?![A-Za-z{])\s{0,3}([-+]?\w[^\s{}$\\]{0,60}?)(?=[.,;:]?(?:\s|\$|\\[)\]]|\Z))"
 )
 """``\\boxed 5``, where no box has braces."""
 _DENIED = re.compile(r"\b(?:not|never|instead of|rather than)(?: equal to)?[\s$(\\\[]{0,6}\Z", re.I)
@@ -94,7 +94,7 @@ _MATH = re.compile(
 )
 _NUMBER = re.compile(
     r"(?<![\w.,])[-+−]?[$€£¥]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:[.,]\d+)?|\.\d+)(?:/\d+)?"
-    r"(?:\s*\\?%|\s*(?:percent|pct)\b)?"
+    r"(?:\s*\\?%|\s*(?:per ?cent|pct)\b)?"
 )
 _LABELLED = re.compile(r"[^\W\d]{2,20}\s?:\s?[^:]{1,40}")
 _TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
@@ -175,10 +175,11 @@ def boxes(text: str) -> tuple[list[tuple[int, int, str]], bool]:
     return found, last_begun > last_closed
 
 
-def final_box(text: str) -> tuple[str | None, bool]:
+def final_box(text: str, *, truncated: bool = False) -> tuple[str | None, bool]:
     """Content of the last closed box, and whether a later one was opened and never closed.
 
-    Boxes that are joined into a list are returned as one list.
+    Boxes that are joined into a list are returned as one list. A box without braces at the end of a
+    truncated text is open: more of its content may have been cut off.
     """
     start = text.find("\\boxed")
     if start < 0 and "\\fbox" not in text:
@@ -189,7 +190,9 @@ def final_box(text: str) -> tuple[str | None, bool]:
     closed, is_open = boxes(text)
     if not closed:
         unbraced = _UNBRACED.match(text, max(text.rfind("\\boxed"), text.rfind("\\fbox")))
-        return (unbraced[1], False) if unbraced is not None else (None, is_open)
+        if unbraced is None or (truncated and unbraced.end() == len(text)):
+            return None, is_open
+        return unbraced[1], False
     while len(closed) > 1 and _DENIED.search(text, max(0, closed[-1][0] - 30), closed[-1][0]):
         closed.pop()
     contents = [closed[-1][2].strip()]
@@ -374,14 +377,14 @@ def find(
     Args:
         text: the response.
         prompt_text: the prompt, which may open the thoughts.
-        truncated: whether the response was cut; then rule 4 is left out.
+        truncated: whether the response was cut; then rule 4 is left out, as is a box without braces at the end.
         refined: whether words around the value of a box or tag are left out (:func:`refine`).
     """
     part = solution(text, prompt_text)
     if part is None:
         return Extraction(answer=None, how="thinking")
     part = part[-MAX_SOLUTION:]
-    box, is_open = final_box(part)
+    box, is_open = final_box(part, truncated=truncated)
     if is_open:
         return Extraction(answer=None, how="open box")
     if box is not None:

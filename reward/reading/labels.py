@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 
+_NO_OPERATOR = (
+    r"(?!(?:\\[ ,;:!>]|[~\s])*(?:[=<>+*/^_≈≠≤≥·×]|-(?!\s+[A-Za-z]{2})"
+    r"|\\(?:approx|cap|cdot|cong|cup|div|equiv|geq?|geqslant|gt|in|leq?|leqslant|lt|mp|neq?|not|notin|parallel"
+    r"|perp|pm|propto|setminus|sim|subset|subseteq|times|to)(?![A-Za-z])))"
+)
+"""``\\mathbf{F} = 3i`` is a formula, and no option F."""
 _OPTION = re.compile(
     r"[\s$*]*(?:\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*)?"
     r"(?:(?i:option|choice|answer)[\s:~]+)?\(?\s*([A-Z])\s*\)?\s*\}?[\s$*]*"
-    r"(?:[.):]?|[.):]\s*\}?(?:\\[ ,;]\s*|\s+)\S.*|(?<=\})(?:\\[ ,;]|\s)\s*\S.*"
+    rf"(?:[.):]?|[.):]\s*\}}?(?:\\[ ,;]\s*|\s+)\S.*|(?<=\}}){_NO_OPERATOR}(?:\\[ ,;]|\s)\s*\S.*"
     r"|(?<=\)\})(?:~|\\:|\\q?quad(?![A-Za-z])|(?=[-\d$\\]))\s*\S.*)[\s$*}]*",
     re.DOTALL,
 )

@@ -17,7 +17,7 @@ from ...common.errors import ConfigError
 from . import extraction, options
 from .extraction import Extraction, find
 
-GRADER_VERSION = 10
+GRADER_VERSION = 11
 """Increased whenever a verdict may change, so that stored samples can be graded again.
 tests/reward/answers/test_version.py notices changed verdicts and says what to do."""
 
@@ -91,8 +91,8 @@ def _read_exact(text: str, prompt: str, truncated: bool) -> Extraction:
 
 
 def _read_box_only(text: str, prompt: str, truncated: bool) -> Extraction:
-    found = find(text, prompt_text=prompt, truncated=True)
-    return found if found.how != "tag" else _NONE
+    found = find(text, prompt_text=prompt, truncated=truncated)
+    return found if found.how == "box" or found.answer is None else _NONE
 
 
 def _of_tag(tag: str | None) -> Extraction:

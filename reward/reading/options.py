@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from . import extraction
-from .extraction import Extraction, last_box
+from .extraction import Extraction
 from .labels import option_letter, option_text
 
 # "I think" and "a number" have a pronoun and an article, not options.
@@ -48,7 +49,7 @@ def reader(letters: str, *words: str) -> Callable[[str, str, bool], Extraction]:
         if part is None:
             return Extraction(answer=None, how="thinking")
         part = part[-extraction.MAX_SOLUTION :]
-        box = last_box(part)
+        box, _ = extraction.final_box(part, truncated=truncated)
         if box is not None:
             return _checked(box, "box", letters)
         tag = extraction.answer_tag(part)
@@ -97,14 +98,22 @@ read_option = reader("ABCDEFGHIJ", _IS, _COLON)
 read_mmlu = reader("ABCD", _IS, _COLON)
 read_mmlu_pro = reader("ABCDEFGHIJ", _IS, _COLON)
 read_gpqa = reader("ABCD", _COLON, _IS)
-read_arc = reader("ABCDE12345", _IS, _COLON)
+_read_arc = reader("ABCDE12345", _IS, _COLON)
+_NUMBERED = dict(zip("123456789", "ABCDEFGHI", strict=True))
+
+
+def read_arc(text: str, prompt: str, truncated: bool) -> Extraction:
+    """Reads a letter or a number, since some rows of ARC number their options; 2 is read as B."""
+    found = _read_arc(text, prompt, truncated)
+    letter = _NUMBERED.get(found.answer or "")
+    return replace(found, answer=letter) if letter is not None and letter in "ABCDE" else found
 
 
 def compare_options(answer: str | None, gold: str) -> bool | None:
     """Whether an answer is the gold option; None if there is no answer to compare.
 
     Args:
-        answer: a label, or an option's text.
+        answer: a letter as a label, or an option's text. A number is a text: the option may say it.
         gold: a label (``B``, ``(B)``, ``2``), a labelled option (``B) 12 apples``) or the option's
             text alone, which only an equal text matches.
 
@@ -113,7 +122,9 @@ def compare_options(answer: str | None, gold: str) -> bool | None:
     """
     if answer is None or not answer.strip():
         return None
-    ours, theirs = _label(answer), _label(gold)
+    if answer.strip() == gold.strip():
+        return True
+    ours, theirs = _label(answer), _label(_NUMBERED.get(gold.strip(), gold))
     if ours is not None and theirs is not None:
         return ours == theirs
     if ours is not None:
@@ -126,7 +137,6 @@ def compare_options(answer: str | None, gold: str) -> bool | None:
 
 def _label(text: str) -> str | None:
     stripped = text.strip()
-    if len(stripped) == 1 and stripped.isalnum() and stripped.isascii():
-        # Some rows of ARC number their options.
-        return "ABCDEFGHI"[int(stripped) - 1] if stripped in "123456789" else stripped.upper()
+    if len(stripped) == 1 and stripped.isalpha() and stripped.isascii():
+        return stripped.upper()
     return option_letter(text)

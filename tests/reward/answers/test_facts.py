@@ -91,3 +91,8 @@ def test_nearly_all_boxed_facts_of_other_projects_hold() -> None:
     facts = [r for r in _load("upstream") if r["kind"] == "fact" and "boxed" in r["response"]]
     agreed = sum("ours" not in row for row in facts)
     assert agreed / len(facts) >= 0.97
+
+
+def test_the_page_about_grading_counts_the_facts_of_other_projects() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "grading.md").read_text("utf-8")
+    assert f" hold {len(_load('upstream'))} answers " in page

@@ -20,9 +20,14 @@ from tandem.reward.answers.quantities import read_quantity, same_quantity
         ("45^\\circ 30'", "45.5^\\circ", True),
         ("180^\\circ", "3.14159265 radians", True),
         ("2m", "200\\text{ cm}", True),
+        ("5 km", "5 hours", False),
+        ("$20", "20 euros", False),
+        ("€20", "£20", False),
+        ("25^\\circ C", "25^\\circ F", False),
+        ("25\\text{ degrees Celsius}", "25^{\\circ}\\text{F}", False),
     ],
 )
-def test_units_of_one_dimension_are_compared(answer: str, gold: str, same: bool) -> None:
+def test_quantities_are_compared_by_what_they_measure(answer: str, gold: str, same: bool) -> None:
     assert same_quantity(answer, gold) is same
     assert same_quantity(gold, answer) in (same, None)
 
@@ -34,7 +39,12 @@ def test_units_of_one_dimension_are_compared(answer: str, gold: str, same: bool)
         ("40", "40\\text{ cm}"),
         ("40 cm", "40"),
         ("12\\text{ cm}", "12\\text{ cm}^2"),
-        ("5 km", "5 hours"),
+        ("5\\text{ ml}", "5\\text{ cm}^3"),
+        ("5m", "5 minutes"),
+        ("€20", "20 euros"),
+        ("20€", "€20"),
+        ("25^\\circ", "25^\\circ F"),
+        ("25 degrees", "25^\\circ C"),
         ("5m", "5m"),
         ("x\\text{ cm}", "2\\text{ m}"),
     ],

@@ -19,6 +19,7 @@ EQUAL = [
     ("-3\\sqrt[3]{4}", "\\sqrt[3]{-108}"),
     ("\\frac{\\pi}{4}", "\\pi/4"),
     ("1/\\sqrt{2}", "\\frac{\\sqrt{2}}{2}"),
+    ("\\frac{x}{\\sqrt{x^2+1}}", "\\frac{x\\sqrt{x^2+1}}{x^2+1}"),
     ("-x^2", "0 - x^2"),
     ("x^{-2}", "\\frac{1}{x^2}"),
     (
@@ -36,9 +37,24 @@ def test_equal_values_are_equal(answer: str, gold: str) -> None:
     assert same(answer, gold) is True
 
 
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("\\sqrt{\\frac{a}{b}}", "\\frac{\\sqrt{a}}{\\sqrt{b}}"),
+        ("\\frac{\\sqrt{1-x^2}}{1-x}", "\\sqrt{\\frac{1+x}{1-x}}"),
+    ],
+)
+def test_roots_are_equal_that_are_so_wherever_they_are_real(answer: str, gold: str) -> None:
+    # sympy wouldn't say so of any complex numbers.
+    assert same(answer, gold) is True
+
+
 APART = [
     ("2x+1", "2x-1"),
     ("\\sqrt{x^2}", "x"),  # not where x is negative
+    ("\\sqrt{(x-3)^2}", "3-x"),  # not where x is more than 3
+    ("\\sqrt{x^2-6x+9}", "3-x"),
+    ("\\sqrt{(x+20)^2}", "x+20"),
     ("\\sqrt[3]{-8}", "2"),
     ("\\sqrt[4]{-16}", "-2"),
     ("x^{10}", "x^{11}"),

@@ -91,6 +91,17 @@ def test_a_truncated_response_is_read_for_a_box_or_a_tag_only() -> None:
     assert find("</think> \\boxed{17} and", truncated=True).answer == "17"
 
 
+def test_a_box_without_braces_may_be_the_end_of_a_response_that_was_not_cut() -> None:
+    text = "</think> So it is \\boxed 5"
+    for found in (find(text), modes.mode("boxed_only").read(text, "", False)):
+        assert (found.answer, found.how) == ("5", "box")
+    assert find(f"{text}.").answer == "5"
+    # It may have been the beginning of 57.
+    assert find(text, truncated=True).answer is None
+    assert modes.mode("choice").read("\\boxed B", "", False).answer == "B"
+    assert modes.mode("choice").read("\\boxed B", "", True).answer is None
+
+
 def test_prose_in_a_box_gives_its_one_value_and_a_hedge_stays_whole() -> None:
     assert find("</think> \\boxed{The answer is 4}").answer == "4"
     assert find("</think> \\boxed{The sum is $x+1$}").answer == "x+1"

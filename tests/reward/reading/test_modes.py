@@ -253,13 +253,27 @@ def test_an_option_is_one_letter_and_never_a_pronoun_an_article_or_a_hedge(
         ("B) 12 apples", "B) 12 apples", True),
         ("pears", "12 apples", None),
         (None, "B", None),
-        ("2", "B", True),
+        ("B", "2", True),
+        ("2", "2", True),
+        # It is what an option says: only a reader of numbered options takes it for a label.
+        ("2", "B", None),
+        ("2", "B) 2", True),
     ],
 )
 def test_options_are_compared_by_label_or_by_text(
     answer: str | None, gold: str, same: bool | None
 ) -> None:
     assert options.compare_options(answer, gold) is same
+
+
+@pytest.mark.parametrize("mode", ["choice", "mmlu", "mmlu_pro", "gpqa"])
+def test_a_number_is_the_label_of_an_option_only_where_options_are_numbered(mode: str) -> None:
+    for text in ("\\boxed{2}", "<answer>2</answer>"):
+        assert verdict(mode, text, "B") == "unparsable"
+        assert verdict(mode, text, "C) 2") == "correct"
+        assert verdict("arc", text, "B") == "correct"
+        assert verdict("arc", text, "2") == "correct"
+        assert verdict("arc", text, "3") == "wrong"
 
 
 # --- golds --------------------------------------------------------------------------------------
