@@ -190,6 +190,11 @@ def test_subjects_and_levels_have_their_own_figures_in_natural_order() -> None:
     assert found["by_subject"]["algebra"]["problems"] == 3
 
 
+def test_a_level_with_a_raised_digit_is_a_level_like_others() -> None:
+    flat = [sample(p, 0, level=one) for p, one in enumerate(["x² 10", "x² 9"])]
+    assert list(scores.summary(flat)["by_level"]) == ["x² 9", "x² 10"]
+
+
 def test_a_second_graders_labels_stand_beside_the_first() -> None:
     right, wrong = Verdict.CORRECT, Verdict.WRONG
     groups = [[sample(0, 0, True, second=right)], [sample(1, 0, True, second=wrong)]]
