@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
 from pathlib import Path
 from random import Random
 from statistics import mean
@@ -29,12 +30,14 @@ from tandem.common.records import SamplingParams
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
 from tandem.launch.evaluation.plan import benchmark, ways
+from tandem.launch.evaluation.run import Workers, begin
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
 from tandem.launch.plan import hardware
 from tandem.launch.plan.hardware import Gpu
+from tandem.launch.progress import Progress
 from tandem.launch.run.opened.presets import load
-from tandem.replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder
+from tandem.replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder, Plan
 from tandem.reward.exchange import ExchangeError
 from tandem.rollout.engine import GroupRequest
 from tandem.rollout.evaluate import elsewhere
@@ -354,6 +357,39 @@ def test_each_worker_sees_gpus_of_its_own_and_more_workers_than_gpus_are_refused
     assert cli.main([*words, "--to", str(refused), *wide]) == 2
     assert "--workers 2 needs 4 GPUs" in capsys.readouterr().err
     assert not refused.exists()
+
+
+class Stuck:
+    """A process that no signal ends, as while it waits for a disk that doesn't answer."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def kill(self) -> None:
+        self.signals.append(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "it is waited for without end"
+        raise subprocess.TimeoutExpired("worker", timeout)
+
+
+def test_the_command_ends_without_a_worker_that_no_signal_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Progress):
+        def turn(self) -> bool:
+            raise KeyboardInterrupt
+
+    stuck = Stuck()
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: stuck)
+    folder = EvaluationFolder(tmp_path / "out")
+    begin(folder, Plan(cells=()))
+    with pytest.raises(KeyboardInterrupt):
+        Workers([], 1, [], folder).run(Interrupted(StringIO(), "evaluated", None))
+    assert stuck.signals == [signal.SIGTERM, signal.SIGKILL]
 
 
 def test_two_evaluations_are_compared_by_problem(
