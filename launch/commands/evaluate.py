@@ -42,7 +42,7 @@ _SAMPLING = {
 OUT = Path("evaluations")
 """Where evaluations go by default."""
 PARALLEL, REQUEST_SECONDS = 32, 600.0
-"""What ``--parallel`` and ``--request-seconds`` are by default."""
+"""Requests to a server at a time, and seconds that it has for an answer, by default."""
 LONGEST_REQUEST = 1_000_000
 """Seconds; sockets take no endless time."""
 

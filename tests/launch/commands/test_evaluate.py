@@ -99,6 +99,15 @@ def whole(place: Path) -> Path:
     return out
 
 
+def begun(folder: Path, *settings: str) -> RunFolder:
+    """A run's folder, as far as an evaluation reads it."""
+    run = RunFolder(folder)
+    run.path.mkdir()
+    run.run_json.write_text('{"run_id": "abc"}')
+    run.config.write_text(to_yaml(load("miniature").resolve(settings)))
+    return run
+
+
 def files(folder: Path) -> dict[str, bytes]:
     """What must be the same: all but times, the lock and logs."""
     wanted = [*folder.glob("cells/*/samples.jsonl"), folder / "plan.json", folder / "summary.json"]
@@ -317,10 +326,7 @@ def test_workers_use_the_model_that_the_command_has_exported(
     monkeypatch.setattr(evaluate_run, "Workers", HereAndNow)
     monkeypatch.setattr(evaluate, "_as_worker", lambda: None)
     monkeypatch.chdir(tmp_path)
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    run.run_json.write_text('{"run_id": "abc"}')
-    run.config.write_text(to_yaml(load("miniature").resolve(["rollout.max_new_tokens=4"])))
+    begun(tmp_path / "run", "rollout.max_new_tokens=4")
     words = ["evaluate", "--model", "run@5", "--benchmark", str(place / "two.parquet")]
     assert cli.main([*words, "--limit", "4", "--workers", "2"]) == 0
     assert exported == [Path("evaluations/models/run@5-abc")]
@@ -486,11 +492,7 @@ def test_a_plan_in_yaml_gives_benchmarks_their_own_settings(place: Path) -> None
 def test_a_live_run_is_asked_for_no_more_tokens_than_its_engines_have_room_for(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    run.run_json.write_text("{}")
-    limits = ["rollout.max_new_tokens=20", "data.max_prompt_tokens=100"]
-    run.config.write_text(to_yaml(load("miniature").resolve(limits)))
+    run = begun(tmp_path / "run", "rollout.max_new_tokens=20", "data.max_prompt_tokens=100")
     plan = tmp_path / "plan.yaml"
     data = place / "two.parquet"
     plan.write_text(f"benchmarks: {{path: {data}, name: two, max_new_tokens: 2048}}\n")
@@ -532,7 +534,11 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[str, type[Server]]]:
+def server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, type[Server]]]:
+    """Its address, and what it was asked; the test runs in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
     handler = type("Handler", (Server,), {"asked": [], "refuse": [503]})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         thread = threading.Thread(target=running.serve_forever, daemon=True)
@@ -550,7 +556,6 @@ def test_a_server_elsewhere_answers_and_is_asked_again(
     rows = [{"question": f"{n}?", "answer": "42", "subject": f"s{n % 2}"} for n in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setenv("THE_KEY", "secret")
-    monkeypatch.chdir(tmp_path)
     words = ["evaluate", "--endpoint", url, "--api-key-env", "THE_KEY", "--model", "big"]
     words += ["--benchmark", str(data), "--template", "own", "--template", "r1_zero", "--to", "out"]
     words += ["--temperature", "0.6", "--samples", "2"]
@@ -574,17 +579,13 @@ def test_a_server_elsewhere_answers_and_is_asked_again(
 
 
 def test_what_a_server_refuses_costs_nothing_else_and_is_asked_again(
-    tmp_path: Path,
-    server: tuple[str, type[Server]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    server: tuple[str, type[Server]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, handler = server
     handler.refuse[:] = [400, 400]
     for name in "ab":
         rows = [{"question": f"{name}{n}?", "answer": "42"} for n in range(3)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.chdir(tmp_path)
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["evaluate", "--endpoint", url, "--model", "big", "--parallel", "1", "--to", "out"]
     words += ["--benchmark", "a.jsonl", "--benchmark", "b.jsonl", "--temperature", "0.6"]
     words += ["--samples", "1"]
@@ -604,14 +605,10 @@ def test_what_a_server_refuses_costs_nothing_else_and_is_asked_again(
 
 
 def test_a_server_is_asked_to_begin_no_answer_of_a_conversation_with_a_prefill(
-    tmp_path: Path,
-    server: tuple[str, type[Server]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    server: tuple[str, type[Server]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, handler = server
-    (tmp_path / "a.jsonl").write_text('{"question": "6*7?", "answer": "42"}\n')
-    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"question": "6*7?", "answer": "42"}\n')
     words = ["evaluate", "--endpoint", url, "--model", "big", "--benchmark", "a.jsonl"]
     words += ["--to", "out", "data.prefill=So"]
     assert cli.main([*words, "--template", "own"]) == 2
