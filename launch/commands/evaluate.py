@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from .options import output_file
 
 if TYPE_CHECKING:
     from ...common.config import Config, EvalSetConfig, EvaluateConfig
+    from ...common.records import Problem
     from ...replay.evaluating.evaluated import Plan
     from ...rollout.evaluate.elsewhere import Elsewhere
     from ...rollout.evaluate.evaluation import Evaluation
@@ -205,7 +206,6 @@ def _refuse_idle(arguments: argparse.Namespace) -> None:
 
 
 def _cells(arguments: argparse.Namespace) -> int:
-    from ...common.config import of_set
     from ...replay.evaluating.evaluated import EvaluationFolder
     from ...replay.inspecting.rows import evaluation_logs
     from ..evaluation.plan import prepare, same_models
@@ -222,7 +222,6 @@ def _cells(arguments: argparse.Namespace) -> int:
     if arguments.to:
         asked = same_models(asked, EvaluationFolder(Path(arguments.to).expanduser()))
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
-    _note_greedy(of_set(config, one).evaluate for one in asked.benchmarks)
     exports = Path(arguments.exports or Path(arguments.to or OUT) / "models").expanduser()
     with prepare(asked, config, exports, run_folder) as prepared:
         place = Path(arguments.to).expanduser() if arguments.to else OUT / _short(prepared.plan)
@@ -233,6 +232,10 @@ def _cells(arguments: argparse.Namespace) -> int:
             number, _, count = arguments.worker.partition("/")
             work(prepared, folder, worker=(int(number), int(count)), sampler=sampler)
             return 0
+        _note_greedy(
+            (held_out.name, own.evaluate, prepared.benchmark(name).problems)
+            for name, (_, own, held_out) in prepared.cells.items()
+        )
         with owned(place):
             begin(folder, prepared.plan)
             total, done = left(folder, prepared)
@@ -392,12 +395,29 @@ def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:
     )
 
 
-def _note_greedy(samplings: Iterable[EvaluateConfig]) -> None:
-    narrow = [one.top_p for one in samplings if one.temperature == 0 and one.top_p < 1]
-    if narrow:
+def _note_greedy(asked: Iterable[tuple[str, EvaluateConfig, Sequence[Problem]]]) -> None:
+    """Says what changes nothing, since a set is answered with the most likely tokens alone.
+
+    Args:
+        asked: of each cell the set's name, its sampling and its problems.
+    """
+    from ...common.records import REPEATS
+
+    asked = list(asked)
+    sampled = {name for name, sampling, _ in asked if sampling.temperature > 0}
+    idle: dict[str, None] = {}
+    for name, sampling, problems in asked:
+        if name in sampled:
+            continue
+        if sampling.top_p < 1:
+            idle[f"{name}: top_p={sampling.top_p:g}"] = None
+        if sampling.samples > 1:
+            idle[f"{name}: samples={sampling.samples}"] = None
+        if any(problem.extra.get(REPEATS, 1) > 1 for problem in problems):
+            idle[f"{name}: the repetition of its rows"] = None
+    for what in idle:
         print(
-            f"note: temperature 0 takes the most likely token, so that top_p="
-            f"{narrow[0]:g} changes nothing: give --temperature too",
+            f"note: {what} changes nothing at temperature 0, which takes the most likely token: give --temperature too",
             file=sys.stderr,
         )
 
@@ -407,7 +427,6 @@ def _note_greedy(samplings: Iterable[EvaluateConfig]) -> None:
 
 def _one(arguments: argparse.Namespace) -> int:
     config, folder = _config(arguments)
-    _note_greedy([config.evaluate])
     model = arguments.model[0] if arguments.model else str(folder.model) if folder else None
     if model is None:
         raise ConfigError("name the model with --model DIR, or a run with --run DIR")
@@ -445,6 +464,7 @@ def _one(arguments: argparse.Namespace) -> int:
         if any(number for number, _ in counts.left_out()):
             print(f"note: {data.name}: {printable(str(counts))}", file=sys.stderr)
         sets.append(HeldOut(name=held_out.name, problems=problems, config=own))
+    _note_greedy((one.name, one.config.evaluate, one.problems) for one in sets)
 
     def found(one: HeldOut, result: Evaluation) -> None:
         data, out = places[one.name]

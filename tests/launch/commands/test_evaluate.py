@@ -489,6 +489,30 @@ def test_a_plan_in_yaml_gives_benchmarks_their_own_settings(place: Path) -> None
     assert cli.main(["evaluate", "--plan", str(plan)]) == 2
 
 
+def test_what_changes_nothing_about_greedy_answers_is_said(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, two = tmp_path / "plan.yaml", place / "two.parquet"
+    repeated = chains(tmp_path / "repeated.parquet", 2, 3, copies=2)
+    plan.write_text(
+        f"models: miniature\n"
+        f"benchmarks:\n"
+        f"  - {{path: {two}, name: two, limit: 1, samples: 3}}\n"
+        f"  - {{path: {repeated}, name: twice, top_p: 0.9}}\n"
+        f"  - {{path: {two}, name: sampled, limit: 1, samples: 3, temperature: 1}}\n"
+        f"settings: [rollout.max_new_tokens=4]\n"
+    )
+    words = ["evaluate", "miniature", "--plan", str(plan), "--to", str(tmp_path / "out")]
+    assert cli.main(words) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "changes nothing" in line]
+    assert [note.partition(" changes")[0] for note in notes] == [
+        "note: two: samples=3",
+        "note: twice: top_p=0.9",
+        "note: twice: the repetition of its rows",
+    ]
+    assert all(note.endswith("give --temperature too") for note in notes)
+
+
 def test_a_live_run_is_asked_for_no_more_tokens_than_its_engines_have_room_for(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
