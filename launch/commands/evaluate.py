@@ -506,17 +506,9 @@ def _config(
     from ...common.config import build, read_yaml
     from ..run.opened.presets import load, split
 
-    model = arguments.model[0] if arguments.model else None
-    folder = existing(arguments.run) if arguments.run else None
-    if folder is None and model:
-        run, at, step = model.rpartition("@")
-        of_run = at and (step.isdecimal() or step in ("live", "newest"))
-        beside = RunFolder(Path(model).expanduser().absolute().parent)
-        if of_run and not Path(model).exists():
-            folder = existing(run)
-        elif beside.run_json.exists() and beside.config.exists():
-            folder = beside
+    models = arguments.model or []
     name, overrides = split(arguments.words, "")
+    folder = existing(arguments.run) if arguments.run else _run_of(models, has_preset=bool(name))
     given = {} if every else {key: (getattr(arguments, key) or (None,))[0] for key in _SAMPLING}
     given["samples"] = None if every else arguments.samples
     overrides += [f"evaluate.{key}={value}" for key, value in given.items() if value is not None]
@@ -525,12 +517,39 @@ def _config(
     if name:
         return load(name).resolve(overrides), folder
     if folder is not None:
+        if len(models) > 1 and not arguments.run:
+            print(f"note: the settings are those of {shown(folder.path)}", file=sys.stderr)
         return build(read_yaml(folder.config), overrides, stored=True), folder
-    if model == "miniature":
+    if "miniature" in models:
         return load("miniature").resolve(overrides), None
     data = arguments.data[0] if arguments.data else ""
     plain = {"run": {"steps": 1}, "data": {"train": [{"path": data}]}}
     return build(plain, overrides), None
+
+
+def _run_of(models: Sequence[str], *, has_preset: bool) -> RunFolder | None:
+    """The run that models are from; None if none of them is of a run.
+
+    Raises:
+        ConfigError: they are of several, and no preset says which settings count.
+    """
+    found: dict[Path, tuple[str, RunFolder]] = {}
+    for model in models:
+        run, at, step = model.rpartition("@")
+        of_run = at and (step.isdecimal() or step in ("live", "newest"))
+        folder = RunFolder(Path(model).expanduser().absolute().parent)
+        if of_run and not Path(model).exists():
+            folder = existing(run)
+        elif not (folder.run_json.exists() and folder.config.exists()):
+            continue
+        found.setdefault(folder.path.resolve(), (model, folder))
+    if len(found) > 1 and not has_preset:
+        (first, settings), (second, _), *_ = found.values()
+        raise ConfigError(
+            f"--model {first} and --model {second} are of different runs: name the one whose settings count for all "
+            f"models, as in --run {shown(settings.path)}, or a preset"
+        )
+    return next((folder for _, folder in found.values()), None)
 
 
 def _held_out(

@@ -513,6 +513,39 @@ def test_what_changes_nothing_about_greedy_answers_is_said(
     assert all(note.endswith("give --temperature too") for note in notes)
 
 
+def test_settings_are_those_of_the_one_run_that_models_are_from_whatever_their_order(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begun(tmp_path / "run", "rollout.max_new_tokens=3")
+    other = begun(tmp_path / "other", "rollout.max_new_tokens=5")
+    for folder in (run, other):
+        shutil.copytree(resolve("miniature"), folder.model)
+    ours, theirs, noisy = str(run.model), str(other.model), str(place / "noisy")
+
+    def evaluated(*words: str) -> int:
+        asked = ["evaluate", "--benchmark", str(place / "two.parquet"), "--limit", "1"]
+        return cli.main([*asked, "--to", str(tmp_path / "out"), *words])
+
+    def lengths() -> set[int]:
+        cells = EvaluationFolder(tmp_path / "out").plan().cells
+        shutil.rmtree(tmp_path / "out")
+        return {cell.max_new_tokens for cell in cells}
+
+    for first, second in ((ours, noisy), (noisy, ours)):
+        assert evaluated("--model", first, "--model", second) == 0
+        assert f"note: the settings are those of {run.path}" in capsys.readouterr().err
+        assert lengths() == {3}
+    both = "--model", ours, "--model", theirs
+    assert evaluated(*both) == 2
+    said = capsys.readouterr().err
+    assert "are of different runs: name the one whose settings count for all models" in said
+    assert f"as in --run {run.path}" in said
+    assert evaluated(*both, "--run", str(other.path)) == 0
+    assert lengths() == {5}
+    assert evaluated("miniature", *both, "rollout.max_new_tokens=4") == 0
+    assert lengths() == {4}
+
+
 def test_a_live_run_is_asked_for_no_more_tokens_than_its_engines_have_room_for(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -558,9 +591,7 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[str, type[Server]]]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Server]]]:
     """Its address, and what it was asked; the test runs in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     handler = type("Handler", (Server,), {"asked": [], "refuse": [503]})
