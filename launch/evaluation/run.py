@@ -152,7 +152,7 @@ def work(
             flat = {
                 cell: [p for batch in batches for p in batch] for cell, batches in wanted.items()
             }
-            by_fleet(model, prepared, folder, flat, progress)
+            refused += by_fleet(model, prepared, folder, flat, progress)
             continue
         refused += asyncio.run(_by_engine(prepared, folder, wanted, worker[0], progress, sampler))
     if refused:
