@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def pairs(first: Path, second: Path) -> list[tuple[Path, Path]]:
-    """The files of samples that are compared.
+    """The files of samples that are compared; says which cells one folder alone has.
 
     Raises:
         DataError: the cells of two folders can't be paired, or have other templates.
@@ -80,6 +81,12 @@ def pairs(first: Path, second: Path) -> list[tuple[Path, Path]]:
             f"{first} and {second} have no cell in common: {', '.join(ours)} against {', '.join(theirs)}; "
             f"name single cells, DIR/cells/CELL"
         )
+    for folder, cells in ((first, ours), (second, theirs)):
+        if alone := [name for name in cells if name not in both]:
+            print(
+                f"note: not compared, since only {folder} has them: {', '.join(alone)}",
+                file=sys.stderr,
+            )
     return [(ours[name][1], theirs[name][1]) for name in both]
 
 

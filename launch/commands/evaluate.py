@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from .options import output_file
 
 if TYPE_CHECKING:
     from ...common.config import Config, EvalSetConfig, EvaluateConfig
+    from ...common.records import Problem
     from ...replay.evaluating.evaluated import Plan
     from ...rollout.evaluate.elsewhere import Elsewhere
     from ...rollout.evaluate.evaluation import Evaluation
@@ -42,7 +43,7 @@ _SAMPLING = {
 OUT = Path("evaluations")
 """Where evaluations go by default."""
 PARALLEL, REQUEST_SECONDS = 32, 600.0
-"""What ``--parallel`` and ``--request-seconds`` are by default."""
+"""Requests to a server at a time, and seconds that it has for an answer, by default."""
 LONGEST_REQUEST = 1_000_000
 """Seconds; sockets take no endless time."""
 
@@ -205,7 +206,6 @@ def _refuse_idle(arguments: argparse.Namespace) -> None:
 
 
 def _cells(arguments: argparse.Namespace) -> int:
-    from ...common.config import of_set
     from ...replay.evaluating.evaluated import EvaluationFolder
     from ...replay.inspecting.rows import evaluation_logs
     from ..evaluation.plan import prepare, same_models
@@ -222,7 +222,6 @@ def _cells(arguments: argparse.Namespace) -> int:
     if arguments.to:
         asked = same_models(asked, EvaluationFolder(Path(arguments.to).expanduser()))
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
-    _note_greedy(of_set(config, one).evaluate for one in asked.benchmarks)
     exports = Path(arguments.exports or Path(arguments.to or OUT) / "models").expanduser()
     with prepare(asked, config, exports, run_folder) as prepared:
         place = Path(arguments.to).expanduser() if arguments.to else OUT / _short(prepared.plan)
@@ -233,6 +232,10 @@ def _cells(arguments: argparse.Namespace) -> int:
             number, _, count = arguments.worker.partition("/")
             work(prepared, folder, worker=(int(number), int(count)), sampler=sampler)
             return 0
+        _note_greedy(
+            (held_out.name, own.evaluate, prepared.benchmark(name).problems)
+            for name, (_, own, held_out) in prepared.cells.items()
+        )
         with owned(place):
             begin(folder, prepared.plan)
             total, done = left(folder, prepared)
@@ -392,12 +395,29 @@ def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:
     )
 
 
-def _note_greedy(samplings: Iterable[EvaluateConfig]) -> None:
-    narrow = [one.top_p for one in samplings if one.temperature == 0 and one.top_p < 1]
-    if narrow:
+def _note_greedy(asked: Iterable[tuple[str, EvaluateConfig, Sequence[Problem]]]) -> None:
+    """Says what changes nothing, since a set is answered with the most likely tokens alone.
+
+    Args:
+        asked: of each cell the set's name, its sampling and its problems.
+    """
+    from ...common.records import REPEATS
+
+    asked = list(asked)
+    sampled = {name for name, sampling, _ in asked if sampling.temperature > 0}
+    idle: dict[str, None] = {}
+    for name, sampling, problems in asked:
+        if name in sampled:
+            continue
+        if sampling.top_p < 1:
+            idle[f"{name}: top_p={sampling.top_p:g}"] = None
+        if sampling.samples > 1:
+            idle[f"{name}: samples={sampling.samples}"] = None
+        if any(problem.extra.get(REPEATS, 1) > 1 for problem in problems):
+            idle[f"{name}: the repetition of its rows"] = None
+    for what in idle:
         print(
-            f"note: temperature 0 takes the most likely token, so that top_p="
-            f"{narrow[0]:g} changes nothing: give --temperature too",
+            f"note: {what} changes nothing at temperature 0, which takes the most likely token: give --temperature too",
             file=sys.stderr,
         )
 
@@ -407,7 +427,6 @@ def _note_greedy(samplings: Iterable[EvaluateConfig]) -> None:
 
 def _one(arguments: argparse.Namespace) -> int:
     config, folder = _config(arguments)
-    _note_greedy([config.evaluate])
     model = arguments.model[0] if arguments.model else str(folder.model) if folder else None
     if model is None:
         raise ConfigError("name the model with --model DIR, or a run with --run DIR")
@@ -445,6 +464,7 @@ def _one(arguments: argparse.Namespace) -> int:
         if any(number for number, _ in counts.left_out()):
             print(f"note: {data.name}: {printable(str(counts))}", file=sys.stderr)
         sets.append(HeldOut(name=held_out.name, problems=problems, config=own))
+    _note_greedy((one.name, one.config.evaluate, one.problems) for one in sets)
 
     def found(one: HeldOut, result: Evaluation) -> None:
         data, out = places[one.name]
@@ -486,17 +506,9 @@ def _config(
     from ...common.config import build, read_yaml
     from ..run.opened.presets import load, split
 
-    model = arguments.model[0] if arguments.model else None
-    folder = existing(arguments.run) if arguments.run else None
-    if folder is None and model:
-        run, at, step = model.rpartition("@")
-        of_run = at and (step.isdecimal() or step in ("live", "newest"))
-        beside = RunFolder(Path(model).expanduser().absolute().parent)
-        if of_run and not Path(model).exists():
-            folder = existing(run)
-        elif beside.run_json.exists() and beside.config.exists():
-            folder = beside
+    models = arguments.model or []
     name, overrides = split(arguments.words, "")
+    folder = existing(arguments.run) if arguments.run else _run_of(models, has_preset=bool(name))
     given = {} if every else {key: (getattr(arguments, key) or (None,))[0] for key in _SAMPLING}
     given["samples"] = None if every else arguments.samples
     overrides += [f"evaluate.{key}={value}" for key, value in given.items() if value is not None]
@@ -505,12 +517,39 @@ def _config(
     if name:
         return load(name).resolve(overrides), folder
     if folder is not None:
+        if len(models) > 1 and not arguments.run:
+            print(f"note: the settings are those of {shown(folder.path)}", file=sys.stderr)
         return build(read_yaml(folder.config), overrides, stored=True), folder
-    if model == "miniature":
+    if "miniature" in models:
         return load("miniature").resolve(overrides), None
     data = arguments.data[0] if arguments.data else ""
     plain = {"run": {"steps": 1}, "data": {"train": [{"path": data}]}}
     return build(plain, overrides), None
+
+
+def _run_of(models: Sequence[str], *, has_preset: bool) -> RunFolder | None:
+    """The run that models are from; None if none of them is of a run.
+
+    Raises:
+        ConfigError: they are of several, and no preset says which settings count.
+    """
+    found: dict[Path, tuple[str, RunFolder]] = {}
+    for model in models:
+        run, at, step = model.rpartition("@")
+        of_run = at and (step.isdecimal() or step in ("live", "newest"))
+        folder = RunFolder(Path(model).expanduser().absolute().parent)
+        if of_run and not Path(model).exists():
+            folder = existing(run)
+        elif not (folder.run_json.exists() and folder.config.exists()):
+            continue
+        found.setdefault(folder.path.resolve(), (model, folder))
+    if len(found) > 1 and not has_preset:
+        (first, settings), (second, _), *_ = found.values()
+        raise ConfigError(
+            f"--model {first} and --model {second} are of different runs: name the one whose settings count for all "
+            f"models, as in --run {shown(settings.path)}, or a preset"
+        )
+    return next((folder for _, folder in found.values()), None)
 
 
 def _held_out(

@@ -18,6 +18,7 @@ from ...common.errors import DataError
 from ...common.plain import for_json
 from ...common.run_folder import existing
 from ..progress import Progress
+from ..wording import shown
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -49,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "repeat it for several",
     )
     parser.add_argument("--run", metavar="DIR", help="the reward of this run")
-    parser.add_argument("--fresh", action="store_true", help="grade again what OUT already has")
+    parser.add_argument(
+        "--fresh", action="store_true", help="grade all rows again; OUT is moved aside"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -172,6 +175,7 @@ class _Out:
 
     def __init__(self, name: str, grader: Grader, digest: str, *, fresh: bool) -> None:
         from ...common.telemetry import JsonLines
+        from ..run.opened.opening import free_name
 
         self._grader = grader
         self._digest = digest
@@ -180,7 +184,9 @@ class _Out:
             self._lines = JsonLines.on(sys.stdout)
             return
         if fresh and self.path.exists():
-            self.path.replace(self.path.with_name(f"{self.path.name}.old"))
+            aside = free_name(self.path)
+            self.path.replace(aside)
+            print(f"{shown(self.path)} is now {shown(aside)}", file=sys.stderr)
         try:
             self._lines = JsonLines(self.path)
         except OSError as error:

@@ -45,8 +45,8 @@ def by_fleet(
     folder: EvaluationFolder,
     wanted: Mapping[str, Sequence[Place]],
     progress: Progress | None,
-) -> None:
-    """Makes the missing samples of a live run's cells.
+) -> list[str]:
+    """Makes the missing samples of a live run's cells; returns of those that can't be made, why.
 
     Args:
         model: the run.
@@ -60,12 +60,14 @@ def by_fleet(
     """
     assert model.live is not None
     store = connect(read_join(model.live.join), name="evaluate")
+    refused: list[str] = []
     try:
         fleet = _Fleet(RunStore(store), Members(store), Ledger(store, "evaluate"))
         for name, places in wanted.items():
-            fleet.answer(prepared, folder, prepared.plan_cell(name), places, progress)
+            refused += fleet.answer(prepared, folder, prepared.plan_cell(name), places, progress)
     finally:
         store.close()
+    return refused
 
 
 class _Fleet:
@@ -82,8 +84,8 @@ class _Fleet:
         cell: Cell,
         places: Sequence[Place],
         progress: Progress | None,
-    ) -> None:
-        """Makes one cell's samples."""
+    ) -> list[str]:
+        """Makes one cell's samples; returns of those that can't be made, why."""
         benchmark = prepared.benchmark(cell.name)
         _, config, held_out = prepared.cells[cell.name]
         # Whoever holds the folder is alone with these jobs; a killed command may have left some.
@@ -98,6 +100,7 @@ class _Fleet:
         own = f"{mark}/{secrets.token_hex(4)}"
         waiting = {f"{own}/{number}": chunk for number, chunk in enumerate(chunks)}
         opened: list[str] = []
+        refused: list[str] = []
         try:
             with Samples(folder, cell.name).adding(0, progress) as add:
                 while waiting or opened:
@@ -114,7 +117,8 @@ class _Fleet:
                         )
                         self._ask(id_, mark, job, min(workers.values(), default=0))
                         opened.append(id_)
-                    for id_ in self._runs.evaluation_results(opened):
+                    for id_, result in self._runs.evaluation_results(opened).items():
+                        refused += result.refused
                         add(self._runs.samples(id_))
                         self._runs.forget_job(id_)
                         opened.remove(id_)
@@ -130,6 +134,7 @@ class _Fleet:
             for id_ in opened:
                 self._runs.forget_job(id_)
             self._runs.forget_set(mark)
+        return refused
 
     def _ask(self, id_: str, set_name: str, job: EvaluationJob, step: int) -> None:
         while True:

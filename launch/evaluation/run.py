@@ -52,7 +52,7 @@ FAILURES = 5
 """Times in a row that a worker may end without having made a sample."""
 LOOK_SECONDS = 0.5
 END_SECONDS = 15.0
-"""Time in which a worker ends its engine when it is asked to."""
+"""Time in which workers end their engines when they are asked to, and in which killed ones are gone."""
 
 
 def begin(folder: EvaluationFolder, plan: Plan) -> None:
@@ -152,7 +152,7 @@ def work(
             flat = {
                 cell: [p for batch in batches for p in batch] for cell, batches in wanted.items()
             }
-            by_fleet(model, prepared, folder, flat, progress)
+            refused += by_fleet(model, prepared, folder, flat, progress)
             continue
         refused += asyncio.run(_by_engine(prepared, folder, wanted, worker[0], progress, sampler))
     if refused:
@@ -327,13 +327,18 @@ class Workers:
         """Ends those that run: first they are asked, so that engines end their own processes."""
         for process in self._processes.values():
             process.send_signal(signal.SIGTERM)
+        self._wait()
+        for process in self._processes.values():
+            process.kill()
+        # A killed one may still be in the kernel, as for a file system that doesn't answer.
+        self._wait()
+        self._processes.clear()
+
+    def _wait(self) -> None:
         until = time.monotonic() + END_SECONDS
         for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, until - time.monotonic()))
-            process.kill()
-            process.wait()
-        self._processes.clear()
 
     def _start(self, number: int) -> None:
         words = [sys.executable, "-P", "-m", "tandem.launch.lifeline", str(os.getpid()), "evaluate"]

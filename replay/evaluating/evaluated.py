@@ -89,15 +89,19 @@ class EvaluatedSample(Record, frozen=True, kw_only=True):
         return self.prompt if self.question is None else self.question
 
     @property
+    def correctness(self) -> Verdict:
+        """The verdict that the accuracy is counted by; a judge that fails costs the reward, not the accuracy."""
+        return self.answer if self.verdict is Verdict.JUDGE_FAILED else self.verdict
+
+    @property
     def correct(self) -> bool:
-        """Whether the answer is right; a judge that fails costs the reward, not the accuracy."""
-        failed = self.verdict is Verdict.JUDGE_FAILED
-        return (self.answer if failed else self.verdict) is Verdict.CORRECT
+        """Whether the answer is right."""
+        return self.correctness is Verdict.CORRECT
 
     @property
     def ungraded(self) -> bool:
-        """Whether its grading failed by no fault of its own; it counts as not correct."""
-        return self.verdict.leaves_baseline
+        """Whether it isn't known, by no fault of its own, if the answer is right; it counts as not correct."""
+        return self.correctness.leaves_baseline
 
     @property
     def formed(self) -> bool | None:

@@ -61,7 +61,7 @@ class EvaluationRequest(Record, frozen=True, kw_only=True):
     """What is to be done instead of a whole evaluation of the run's own."""
 
 
-class EvaluationResult(Record, frozen=True, kw_only=True):
+class EvaluationResult(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The result of an evaluation."""
 
     id: str
@@ -99,6 +99,8 @@ class EvaluationResult(Record, frozen=True, kw_only=True):
     """Number of problems by data source."""
     figures: dict[str, float] = msgspec.field(default_factory=dict)
     """Further figures by name, as in ``pass@4``, ``maj@8`` or ``source/aime/pass@8``."""
+    refused: tuple[str, ...] = ()
+    """Of a job's samples that can't be made, why."""
 
     def classes(self) -> dict[str, float]:
         """Shares of responses by form and answer, see :func:`four_classes`."""

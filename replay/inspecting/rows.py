@@ -79,7 +79,7 @@ def of_evaluated(sample: EvaluatedSample) -> LogSample:
         target=sample.gold,
         messages=_exchange(sample.prompt, sample.response),
         stop_reason=_REASONS.get(sample.finish_reason.value, "unknown"),
-        is_right=None if sample.ungraded and not sample.correct else sample.correct,
+        is_right=None if sample.ungraded else sample.correct,
         answer=sample.extracted,
         explanation=sample.verdict.value,
         numbers={"reward": sample.reward, **sample.components},

@@ -155,7 +155,7 @@ class ClaimedEvaluations:
 
     async def _do(self, request: EvaluationRequest, job: EvaluationJob) -> None:
         """Makes the samples of a job, and stores them before the result."""
-        from .answering import Benchmark, answer
+        from .answering import Benchmark, SamplesRefusedError, answer
 
         cell = job.cell
         reward = RewardConfig.model_validate(job.reward)
@@ -193,18 +193,23 @@ class ClaimedEvaluations:
         if self._task.cancelled() or self._check.suspect:
             await self._give_back(request, self._why_ended(request), failed=False)
             return
-        self._task.result()
+        refused: tuple[str, ...] = ()
+        try:
+            self._task.result()
+        except SamplesRefusedError as error:
+            refused = error.reasons
         await self._in_redis(lambda: self._runs.put_samples(request.id, kept))
         result = EvaluationResult(
             id=request.id,
             set_name=request.set_name,
             step=version.step if version is not None else request.step,
-            accuracy=sum(one.correct for one in kept) / len(kept),
+            accuracy=sum(one.correct for one in kept) / max(1, len(kept)),
             problems=len({one.place for one in kept}),
             format_share=0.0,
-            mean_length=sum(one.tokens for one in kept) / len(kept),
+            mean_length=sum(one.tokens for one in kept) / max(1, len(kept)),
             seconds=time.perf_counter() - start,
             member=self._name,
+            refused=refused,
         )
         await self._in_redis(lambda: self._runs.finish_evaluation(request.id, result))
         self.done += 1

@@ -21,8 +21,6 @@ from ...common.seeds import keyed_seed
 from ...reward.exchange import Address, Exchange, ExchangeError
 from ..engine import FinishedGroup, GroupRequest
 
-SECONDS = 600.0
-"""Longest silence of the server by default; an answer comes as a whole, so that all of it is made meanwhile."""
 RETRIES = 6
 """Attempts after the first."""
 LONGEST_PAUSE = 30.0
@@ -40,7 +38,7 @@ class Elsewhere:
         url: its address; ``/v1/…`` is added.
         key_variable: environment variable with its key.
         parallel: requests at a time.
-        seconds: longest silence of the server, so also the time for one answer.
+        seconds: longest silence of the server; an answer comes as a whole, so that all of it is made meanwhile.
 
     Raises:
         ConfigError: the address isn't one.
@@ -52,8 +50,8 @@ class Elsewhere:
         url: str,
         *,
         key_variable: str | None = None,
-        parallel: int = 32,
-        seconds: float = SECONDS,
+        parallel: int,
+        seconds: float,
     ) -> None:
         try:
             self._address = Address.of(url, key_variable)

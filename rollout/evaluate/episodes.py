@@ -31,7 +31,6 @@ async def playing(engine: Engine, config: Config) -> AsyncIterator[tuple[Player,
         tokenizer,
         context=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         model=config.model.path,
-        port=config.environments.port,
         tools=config.environments.tools,
         observation_tokens=config.environments.observation_tokens,
     )

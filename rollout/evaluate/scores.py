@@ -237,7 +237,7 @@ def summary(samples: Iterable[EvaluatedSample], *, seed: int = 0) -> dict[str, A
 
 def _natural(item: tuple[str, Any]) -> tuple[Any, ...]:
     """Level 10 after level 9."""
-    digits = "".join(c for c in item[0] if c.isdigit())
+    digits = "".join(c for c in item[0] if c.isdecimal())
     return (int(digits) if digits else -1, item[0])
 
 

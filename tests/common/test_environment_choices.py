@@ -16,6 +16,7 @@ PAID = "reward.components=[{name: environment}]"
 
 def test_what_can_be_played_is_accepted() -> None:
     build(TREE, [USE, PAID, "environments.mask_malformed=true"])
+    build(TREE, [USE, PAID, "environments.port=8000"])
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,10 @@ def test_what_can_be_played_is_accepted() -> None:
         ),
         ([USE, "data.prefill=<think>"], "rendered by the model's own chat template"),
         ([USE, "rollout.min_new_tokens=4"], "responses of one turn"),
+        (
+            [USE, "environments.port=8000", "rollout.workers=2"],
+            "environments.port=8000 is the port of every worker's token endpoint",
+        ),
         ([USE, "environments.default=two"], "isn't one of environments.use: one"),
         (["environments.use={one: {form: text, target: a b}}"], "should be an import path"),
         (["environments.use={one: {form: game, target: 'a:b'}}"], "form"),

@@ -53,6 +53,12 @@ def environments(config: Config) -> str | None:
                 f"{named} is about prompts that are answered once, and messages of episodes are rendered by the "
                 f"model's own chat template: leave it out, or set environments.use={{}}"
             )
+    port, workers = config.environments.port, config.rollout.workers
+    if port and workers > 1:
+        return (
+            f"environments.port={port} is the port of every worker's token endpoint, and of rollout.workers={workers} "
+            f"on one host only one can listen there: set environments.port=0, which takes free ones"
+        )
     if config.rollout.min_new_tokens:
         return (
             f"rollout.min_new_tokens={config.rollout.min_new_tokens} is about responses of one turn: leave it out, "

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
 from pathlib import Path
 from random import Random
 from statistics import mean
@@ -29,12 +30,14 @@ from tandem.common.records import SamplingParams
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
 from tandem.launch.evaluation.plan import benchmark, ways
+from tandem.launch.evaluation.run import Workers, begin
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
 from tandem.launch.plan import hardware
 from tandem.launch.plan.hardware import Gpu
+from tandem.launch.progress import Progress
 from tandem.launch.run.opened.presets import load
-from tandem.replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder
+from tandem.replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder, Plan
 from tandem.reward.exchange import ExchangeError
 from tandem.rollout.engine import GroupRequest
 from tandem.rollout.evaluate import elsewhere
@@ -94,6 +97,15 @@ def whole(place: Path) -> Path:
         == 0
     )
     return out
+
+
+def begun(folder: Path, *settings: str) -> RunFolder:
+    """A run's folder, as far as an evaluation reads it."""
+    run = RunFolder(folder)
+    run.path.mkdir()
+    run.run_json.write_text('{"run_id": "abc"}')
+    run.config.write_text(to_yaml(load("miniature").resolve(settings)))
+    return run
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -314,10 +326,7 @@ def test_workers_use_the_model_that_the_command_has_exported(
     monkeypatch.setattr(evaluate_run, "Workers", HereAndNow)
     monkeypatch.setattr(evaluate, "_as_worker", lambda: None)
     monkeypatch.chdir(tmp_path)
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    run.run_json.write_text('{"run_id": "abc"}')
-    run.config.write_text(to_yaml(load("miniature").resolve(["rollout.max_new_tokens=4"])))
+    begun(tmp_path / "run", "rollout.max_new_tokens=4")
     words = ["evaluate", "--model", "run@5", "--benchmark", str(place / "two.parquet")]
     assert cli.main([*words, "--limit", "4", "--workers", "2"]) == 0
     assert exported == [Path("evaluations/models/run@5-abc")]
@@ -354,6 +363,39 @@ def test_each_worker_sees_gpus_of_its_own_and_more_workers_than_gpus_are_refused
     assert cli.main([*words, "--to", str(refused), *wide]) == 2
     assert "--workers 2 needs 4 GPUs" in capsys.readouterr().err
     assert not refused.exists()
+
+
+class Stuck:
+    """A process that no signal ends, as while it waits for a disk that doesn't answer."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def kill(self) -> None:
+        self.signals.append(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "it is waited for without end"
+        raise subprocess.TimeoutExpired("worker", timeout)
+
+
+def test_the_command_ends_without_a_worker_that_no_signal_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Progress):
+        def turn(self) -> bool:
+            raise KeyboardInterrupt
+
+    stuck = Stuck()
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: stuck)
+    folder = EvaluationFolder(tmp_path / "out")
+    begin(folder, Plan(cells=()))
+    with pytest.raises(KeyboardInterrupt):
+        Workers([], 1, [], folder).run(Interrupted(StringIO(), "evaluated", None))
+    assert stuck.signals == [signal.SIGTERM, signal.SIGKILL]
 
 
 def test_two_evaluations_are_compared_by_problem(
@@ -447,14 +489,67 @@ def test_a_plan_in_yaml_gives_benchmarks_their_own_settings(place: Path) -> None
     assert cli.main(["evaluate", "--plan", str(plan)]) == 2
 
 
+def test_what_changes_nothing_about_greedy_answers_is_said(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, two = tmp_path / "plan.yaml", place / "two.parquet"
+    repeated = chains(tmp_path / "repeated.parquet", 2, 3, copies=2)
+    plan.write_text(
+        f"models: miniature\n"
+        f"benchmarks:\n"
+        f"  - {{path: {two}, name: two, limit: 1, samples: 3}}\n"
+        f"  - {{path: {repeated}, name: twice, top_p: 0.9}}\n"
+        f"  - {{path: {two}, name: sampled, limit: 1, samples: 3, temperature: 1}}\n"
+        f"settings: [rollout.max_new_tokens=4]\n"
+    )
+    words = ["evaluate", "miniature", "--plan", str(plan), "--to", str(tmp_path / "out")]
+    assert cli.main(words) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "changes nothing" in line]
+    assert [note.partition(" changes")[0] for note in notes] == [
+        "note: two: samples=3",
+        "note: twice: top_p=0.9",
+        "note: twice: the repetition of its rows",
+    ]
+    assert all(note.endswith("give --temperature too") for note in notes)
+
+
+def test_settings_are_those_of_the_one_run_that_models_are_from_whatever_their_order(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begun(tmp_path / "run", "rollout.max_new_tokens=3")
+    other = begun(tmp_path / "other", "rollout.max_new_tokens=5")
+    for folder in (run, other):
+        shutil.copytree(resolve("miniature"), folder.model)
+    ours, theirs, noisy = str(run.model), str(other.model), str(place / "noisy")
+
+    def evaluated(*words: str) -> int:
+        asked = ["evaluate", "--benchmark", str(place / "two.parquet"), "--limit", "1"]
+        return cli.main([*asked, "--to", str(tmp_path / "out"), *words])
+
+    def lengths() -> set[int]:
+        cells = EvaluationFolder(tmp_path / "out").plan().cells
+        shutil.rmtree(tmp_path / "out")
+        return {cell.max_new_tokens for cell in cells}
+
+    for first, second in ((ours, noisy), (noisy, ours)):
+        assert evaluated("--model", first, "--model", second) == 0
+        assert f"note: the settings are those of {run.path}" in capsys.readouterr().err
+        assert lengths() == {3}
+    both = "--model", ours, "--model", theirs
+    assert evaluated(*both) == 2
+    said = capsys.readouterr().err
+    assert "are of different runs: name the one whose settings count for all models" in said
+    assert f"as in --run {run.path}" in said
+    assert evaluated(*both, "--run", str(other.path)) == 0
+    assert lengths() == {5}
+    assert evaluated("miniature", *both, "rollout.max_new_tokens=4") == 0
+    assert lengths() == {4}
+
+
 def test_a_live_run_is_asked_for_no_more_tokens_than_its_engines_have_room_for(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = RunFolder(tmp_path / "run")
-    run.path.mkdir()
-    run.run_json.write_text("{}")
-    limits = ["rollout.max_new_tokens=20", "data.max_prompt_tokens=100"]
-    run.config.write_text(to_yaml(load("miniature").resolve(limits)))
+    run = begun(tmp_path / "run", "rollout.max_new_tokens=20", "data.max_prompt_tokens=100")
     plan = tmp_path / "plan.yaml"
     data = place / "two.parquet"
     plan.write_text(f"benchmarks: {{path: {data}, name: two, max_new_tokens: 2048}}\n")
@@ -496,7 +591,9 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[str, type[Server]]]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Server]]]:
+    """Its address, and what it was asked; the test runs in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
     handler = type("Handler", (Server,), {"asked": [], "refuse": [503]})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         thread = threading.Thread(target=running.serve_forever, daemon=True)
@@ -514,7 +611,6 @@ def test_a_server_elsewhere_answers_and_is_asked_again(
     rows = [{"question": f"{n}?", "answer": "42", "subject": f"s{n % 2}"} for n in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setenv("THE_KEY", "secret")
-    monkeypatch.chdir(tmp_path)
     words = ["evaluate", "--endpoint", url, "--api-key-env", "THE_KEY", "--model", "big"]
     words += ["--benchmark", str(data), "--template", "own", "--template", "r1_zero", "--to", "out"]
     words += ["--temperature", "0.6", "--samples", "2"]
@@ -538,17 +634,13 @@ def test_a_server_elsewhere_answers_and_is_asked_again(
 
 
 def test_what_a_server_refuses_costs_nothing_else_and_is_asked_again(
-    tmp_path: Path,
-    server: tuple[str, type[Server]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    server: tuple[str, type[Server]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, handler = server
     handler.refuse[:] = [400, 400]
     for name in "ab":
         rows = [{"question": f"{name}{n}?", "answer": "42"} for n in range(3)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.chdir(tmp_path)
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["evaluate", "--endpoint", url, "--model", "big", "--parallel", "1", "--to", "out"]
     words += ["--benchmark", "a.jsonl", "--benchmark", "b.jsonl", "--temperature", "0.6"]
     words += ["--samples", "1"]
@@ -568,14 +660,10 @@ def test_what_a_server_refuses_costs_nothing_else_and_is_asked_again(
 
 
 def test_a_server_is_asked_to_begin_no_answer_of_a_conversation_with_a_prefill(
-    tmp_path: Path,
-    server: tuple[str, type[Server]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    server: tuple[str, type[Server]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, handler = server
-    (tmp_path / "a.jsonl").write_text('{"question": "6*7?", "answer": "42"}\n')
-    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"question": "6*7?", "answer": "42"}\n')
     words = ["evaluate", "--endpoint", url, "--model", "big", "--benchmark", "a.jsonl"]
     words += ["--to", "out", "data.prefill=So"]
     assert cli.main([*words, "--template", "own"]) == 2

@@ -81,7 +81,11 @@ def test_rows_are_graded_and_a_table_is_printed(
     assert "--fresh" in capsys.readouterr().err
     assert main([*command, "--mode", "exact", "--fresh"]) == 0
     assert read(here / "out.jsonl")[0]["verdict"] == "wrong"
-    assert len(read(here / "out.jsonl.old")) == 7
+    assert len(read(here / "out.jsonl.1")) == 7
+    # What was moved aside before stays.
+    assert main([*command, "--fresh"]) == 0
+    assert [read(here / f"out.jsonl.{n}")[0]["verdict"] for n in (1, 2)] == ["correct", "wrong"]
+    assert "out.jsonl is now out.jsonl.2" in capsys.readouterr().err
 
 
 def test_a_group_is_graded_whole_where_its_rest_is_left(here: Path) -> None:

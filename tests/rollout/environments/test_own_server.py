@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +18,7 @@ from tandem.common.config import Config, build
 from tandem.common.errors import ConfigError, TandemError
 from tandem.replay.evaluating.evaluated import EvaluationFolder
 from tandem.rollout.environments.own_server import OwnServer
-from tandem.rollout.evaluate.episodes import unless_it_dies
+from tandem.rollout.evaluate.episodes import playing, unless_it_dies
 
 WORLD = """
 class Twice:
@@ -30,9 +32,9 @@ class Twice:
 """
 
 
-def settings(target: str) -> Config:
+def settings(target: str, *more: str) -> Config:
     use = f"environments.use={{twice: {{form: text, target: '{target}'}}}}"
-    return build({"run": {"steps": 1}, "data": {"train": [{"path": "a.parquet"}]}}, [use])
+    return build({"run": {"steps": 1}, "data": {"train": [{"path": "a.parquet"}]}}, [use, *more])
 
 
 @pytest.mark.byhand
@@ -120,3 +122,16 @@ def test_a_server_of_ones_own_ends_with_all_that_it_has_started(tmp_path: Path) 
         started = asyncio.run(body())
     assert len(started) == 2
     assert not any(one.is_running() for one in started)
+
+
+def test_an_evaluation_leaves_the_port_to_the_run_whose_settings_it_has(tmp_path: Path) -> None:
+    async def body(port: int) -> None:
+        more = "model.path=miniature-tools", f"environments.port={port}"
+        engine: Any = None
+        async with playing(engine, settings("twice_world:Twice", *more)):
+            pass
+
+    (tmp_path / "twice_world.py").write_text(WORLD)
+    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as taken:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        asyncio.run(body(taken.getsockname()[1]))

@@ -169,6 +169,16 @@ def test_figures_by_hand() -> None:
     assert found["reward"] == pytest.approx(3 / 8)
 
 
+def test_a_judge_that_fails_leaves_the_answer_as_it_was_graded() -> None:
+    answers = Verdict.CORRECT, Verdict.WRONG, Verdict.CRASHED
+    failed = {"verdict": Verdict.JUDGE_FAILED, "reward": None}
+    groups = [[sample(p, 0, answer=one, **failed)] for p, one in enumerate(answers)]
+    found = scores.figures(groups)
+    assert found["accuracy"] == pytest.approx(1 / 3)
+    assert found["accuracy_at_most"] == pytest.approx(2 / 3)
+    assert found["ungraded"] == 1
+
+
 def test_problems_with_more_samples_weigh_no_more() -> None:
     # As in a file that repeats the rows of its small sets.
     often = [[sample(p, n, p == 0, source="aime") for n in range(8)] for p in range(2)]
@@ -188,6 +198,11 @@ def test_subjects_and_levels_have_their_own_figures_in_natural_order() -> None:
     assert list(found["by_level"]) == ["Level 9", "Level 10"]
     assert found["by_level"]["Level 9"]["accuracy"] == 1.0
     assert found["by_subject"]["algebra"]["problems"] == 3
+
+
+def test_a_level_with_a_raised_digit_is_a_level_like_others() -> None:
+    flat = [sample(p, 0, level=one) for p, one in enumerate(["x² 10", "x² 9"])]
+    assert list(scores.summary(flat)["by_level"]) == ["x² 9", "x² 10"]
 
 
 def test_a_second_graders_labels_stand_beside_the_first() -> None:
