@@ -259,6 +259,7 @@ STAGES = (
         args=(
             "tests/rollout",
             "tests/e2e",
+            "tests/launch/commands/test_evaluate.py",
             "--numprocesses=2",
             "--dist=loadfile",
             "-m",

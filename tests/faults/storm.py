@@ -220,7 +220,7 @@ class Storm:
         self.folder = here / "run"
         self.hit: Counter[str] = Counter()
         self.seconds = 0.0
-        self._log = here / "kills.jsonl"
+        self.log = here / "kills.jsonl"
         self._began = time.monotonic()
         self._moved = self._began
         self._rows = 0
@@ -320,7 +320,7 @@ class Storm:
             "pid": process.pid,
             "step": self._journalled(),
         }
-        with open(self._log, "a", encoding="utf-8") as file:
+        with open(self.log, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         return None
 

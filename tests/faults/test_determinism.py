@@ -72,8 +72,9 @@ def test_a_killed_run_ends_with_the_parameters_of_one_that_was_left_alone(
 ) -> None:
     undisturbed = parameters(tmp_path, "undisturbed", method, {})
     assert any(name.startswith("critic.") for name in undisturbed) == (method is PPO)
-    at = random.randint(2, STEPS - 3)
-    killed = parameters(tmp_path, "killed", method, {at - 1: "rollout-0", at: "learner-0"})
+    at = random.randint(2, STEPS - 5)
+    kills = {at - 1: "rollout-0", at: "learner-0", at + 1: "reward-0", at + 2: "redis"}
+    killed = parameters(tmp_path, "killed", method, kills)
     differ = [
         name for name, value in undisturbed.items() if not np.array_equal(value, killed[name])
     ]

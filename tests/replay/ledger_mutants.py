@@ -92,7 +92,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "failures >= m.max_attempts",
         "failures > m.max_attempts",
     ),
-    "a group given up isn't listed": ("prelude", "redis.call('hset', key('dead')", "tostring("),
+    "a group given up isn't listed": ("prelude", "redis.call('hset', key('dead')", "type(0"),
     "a returned lease counts as failed": ("give_back", "ARGV[7] == '1'", "true"),
     "anybody gives a lease back": ("give_back", "or known[2] ~= ARGV[3] ", ""),
     "an old attempt is given back": ("give_back", " or known[3] ~= ARGV[5]", ""),

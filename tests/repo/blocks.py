@@ -19,6 +19,10 @@ MARKED = re.compile(
     r"^```(?P<language>bash|python)[ \t]*\n(?P<code>.*?)^```[ \t]*$",
     re.MULTILINE | re.DOTALL,
 )
+MARK = re.compile(r"run|run after-run|no: .+")
+"""What a mark may say."""
+MEANT = re.compile(r"^[ \t]*<!--\s*tests?\b.*?-->", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+"""A comment that is meant as a mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,14 @@ def blocks(path: Path) -> list[Block]:
         )
         for found in MARKED.finditer(text)
     ]
+
+
+def lost_marks(text: str) -> list[str]:
+    """The comments that are meant as marks, and aren't the mark of a block."""
+    marks = {
+        found.start() for found in MARKED.finditer(text) if MARK.fullmatch(found["mark"] or "")
+    }
+    return [found.group() for found in MEANT.finditer(text) if found.start() not in marks]
 
 
 def place(block: Block) -> str:

@@ -15,8 +15,8 @@ In README.md every ``bash`` and ``python`` block must carry one of them.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -24,10 +24,12 @@ import pytest
 from blocks import (
     BLOCK_DEADLINE_S,
     FINISHED_RUN_S,
+    MARK,
     MARKED,
     ROOT,
     Block,
     blocks,
+    lost_marks,
     place,
     run,
     run_after_run,
@@ -36,6 +38,7 @@ from blocks import (
 
 MAIN_JOB = "bash launch/start_all.sh\n"
 ALL = [block for name in ("README.md", "CONTRIBUTING.md") for block in blocks(ROOT / name)]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def keep(made: Path, shared: Path) -> None:
@@ -68,11 +71,17 @@ def test_a_block_for_a_finished_run_runs(block: Block, tmp_path: Path, finished_
     run_after_run(block, tmp_path, finished_run)
 
 
+def test_the_main_job_takes_the_model_from_almost_no_problem_to_most_of_them(
+    finished_run: Path,
+) -> None:
+    summary = json.loads((finished_run / "summary.json").read_text())
+    assert summary["accuracy_before"] < 0.05
+    assert summary["accuracy_after"] > 0.5
+
+
 def test_every_block_of_the_readme_says_whether_it_is_run() -> None:
     unmarked = [
-        block.place
-        for block in blocks(ROOT / "README.md")
-        if not re.fullmatch(r"run|run after-run|no: .+", block.mark)
+        block.place for block in blocks(ROOT / "README.md") if not MARK.fullmatch(block.mark)
     ]
     assert not unmarked, f"no <!-- test: ... --> before these blocks: {unmarked}"
 
@@ -102,3 +111,26 @@ def test_the_presets_that_the_readme_names_get_their_data_by_themselves(
             path for path in paths if "{run}" not in path and not is_hub_name(path, Path(path))
         ]
     assert not {name: paths for name, paths in lacking.items() if paths}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_mark_of_a_page_is_that_of_a_block(page: Path) -> None:
+    assert lost_marks(page.read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("mark", "block", "lost"),
+    [
+        ("<!-- test: run -->", "```bash", False),
+        ("<!-- test: run -->\n", "```python", False),
+        ("<!-- test: no: it takes an hour -->", "```bash", False),
+        ("<!-- test: no -->", "```bash", True),
+        ("<!-- test: run after run -->", "```bash", True),
+        ("<!-- tests: run -->", "```bash", True),
+        ("<!-- test run -->", "```bash", True),
+        ("<!-- test: run -->", "```sh", True),
+        ("<!-- test: run -->\nSo it is done:", "```bash", True),
+    ],
+)
+def test_a_mark_by_which_nothing_is_done_is_found(mark: str, block: str, lost: bool) -> None:
+    assert lost_marks(f"{mark}\n{block}\ntrue\n```\n") == [mark.splitlines()[0]] * lost

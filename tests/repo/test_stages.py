@@ -98,7 +98,7 @@ def test_what_fails_once_is_run_again_alone_and_named(
     assert "2 failed" not in found[3]
 
 
-def test_ci_requires_vllms_stage_and_that_of_existing_servers(tmp_path: Path) -> None:
+def test_ci_requires_the_stages_that_need_more_than_a_bare_machine(tmp_path: Path) -> None:
     for folder in (".ci", "launch", "tests/shared_redis"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
@@ -112,7 +112,7 @@ def test_ci_requires_vllms_stage_and_that_of_existing_servers(tmp_path: Path) ->
         timeout=60,
         check=True,
     )
-    required = "run --all --require vllm --require hosts"
+    required = "run --all --require e2e --require vllm --require hosts"
     assert said.stdout.splitlines() == ["setup --dev --vllm", "get", required]
 
 
@@ -180,3 +180,38 @@ stages.report_coverage(settings, stages.Path(sys.argv[2], "html"))
     assert shares["reward/alarm.py"] not in ("0%", "100%")
     assert shares["reward/pool.py"] == "0%"
     assert (tmp_path / "html" / "index.html").exists()
+
+
+COLLECT = """
+import json, sys
+import pytest
+sys.path.insert(0, "tests")
+import stages
+
+class Collected:
+    def pytest_collection_finish(self, session):
+        self.tests = [item.nodeid for item in session.items]
+
+def collected(*args):
+    found = Collected()
+    assert pytest.main([*args, "--collect-only", "-qq", "-p", "no:cacheprovider"], [found]) == 0
+    return sorted(found.tests)
+
+of_stages = [test for stage in stages.STAGES for test in collected(*stage.args)]
+print(json.dumps([sorted(of_stages), collected("tests", "-m", "not byhand")]))
+"""
+
+
+@pytest.mark.timeout(400)
+def test_every_test_is_run_by_one_stage() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    of_stages, everything = json.loads(done.stdout.splitlines()[-1])
+    assert of_stages == everything

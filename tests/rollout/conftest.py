@@ -35,7 +35,7 @@ _beside("adapter_models", HERE / "adapter_models.py")
 _beside("planted_engine", HERE / "planted_engine.py")
 
 
-OWN_VLLM = ("test_adapters.py", "test_live_updates.py", "test_vllm_run.py")
+OWN_VLLM = ("test_adapters.py", "test_evaluate.py", "test_live_updates.py", "test_vllm_run.py")
 """Test files that start a vLLM of their own; the others share one."""
 
 
