@@ -18,6 +18,7 @@ import fcntl
 import json
 import os
 import shutil
+import re
 from pathlib import Path
 
 import pytest
