@@ -17,8 +17,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import re
+import shutil
 from pathlib import Path
 
 import pytest
