@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Sends the records that were not sent before."""
     from ...common.config import build, read_yaml
+    from ..board.tail import MetricsTail
     from ..trackers.following import Following, Sent
     from ..trackers.wandb_run import wandb_id_of
 
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     tracker, where = _tracker(arguments, config, folder, sent, wandb_id)
     if tracker.rows is not None and tracker.rows < sent.rows:
         print(f"the server has {tracker.rows} of {sent.rows} records: the rest is sent again")
-        sent.go_back(tracker.rows)
+        sent.go_back(tracker.rows, MetricsTail(folder.metrics).records())
     following = Following(tracker, folder.metrics, state, sent)
     before = sent.rows
     if arguments.follow:

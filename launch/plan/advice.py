@@ -11,7 +11,6 @@ from ...common.errors import TandemError
 from ..wording import human
 from . import memory
 from .hardware import machine
-from .placement import gpus_needed
 from .sizes import shape_of
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def advice(config: Config, role: str) -> Sequence[str]:
     none if the model's sizes aren't known."""
     gpus = machine().gpus if config.launch.gpus != "none" else ()
     device, size = ("cuda", gpus[0].memory_mb << 20) if gpus else ("cpu", 0)
-    found = ways_out(config, role, device, size, len(gpus))
+    found = ways_out(config, role, device, size)
     if not found:
         return ()
     listed = ", ".join(f"{setting} ({human(freed)})" for setting, freed in found)
@@ -38,24 +37,22 @@ def advice(config: Config, role: str) -> Sequence[str]:
     )
 
 
-def ways_out(config: Config, role: str, device: str, size: int, gpus: int) -> list[tuple[str, int]]:
+def ways_out(config: Config, role: str, device: str, size: int) -> list[tuple[str, int]]:
     """Settings with the bytes that each alone would free of one process, most first.
 
-    Settings with which no run would be started, that take more GPUs than there are, or that free nothing on this
-    device, are left out.
+    Settings with which no run would be started, or that free nothing on this device, are left out. A process sees no more
+    GPUs than it was given, so whether there are others only the reader knows.
 
     Args:
         config: the run's config.
         role: ``learner`` or ``rollout``.
         device: ``cuda`` or ``cpu``.
         size: bytes of one GPU.
-        gpus: number of GPUs here; a run over several hosts may have more.
     """
     try:
         before = _held(config, role, device, size)
     except TandemError:
         return []
-    most = max(gpus, gpus_needed(config))
     found = []
     for setting in _learner(config, device) if role == "learner" else _rollout(config, device):
         try:
@@ -63,7 +60,7 @@ def ways_out(config: Config, role: str, device: str, size: int, gpus: int) -> li
             freed = before - _held(changed, role, device, size)
         except TandemError:
             continue  # It doesn't go with the other settings.
-        if gpus_needed(changed) > most or why_not_started(changed, anew=False):
+        if why_not_started(changed, anew=False):
             continue
         if freed >= LEAST_BYTES:
             found.append((setting, freed))

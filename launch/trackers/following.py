@@ -1,16 +1,15 @@
 """Sends ``metrics.jsonl`` to a tracker: every record once, even across restarts and resumed runs.
 
 ``trackers/<name>.json`` records what has been sent. Where the tracker's server says that it has less, the rest is sent
-again. A learner that was killed trains journalled
-steps again and writes their records again; a step that was sent is not sent twice, unless it was sent as one that
-isn't trained and is trained after all.
+again. A learner that was killed trains journalled steps again and writes their records again; a step that was sent is not
+sent twice, unless it was sent as one that isn't trained and is trained after all.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from .tracker import Tracker, metrics_of
 
 LOOK_SECONDS = 1.0
 """Time between two checks of the file."""
-LATEST = 1000
-"""So many records are known by name, the ones sent last; a server that lacks more gets all of them again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +39,6 @@ class Sent:
     """Whether it was trained. The one at which an alarm has stopped the run is met again when the run goes on."""
     evaluations: set[str] = field(default_factory=set)
     """Ids of evaluations."""
-    latest: list[int | str] = field(default_factory=list)
-    """The records sent last, in order: a step's number, or an evaluation's id."""
 
     @classmethod
     def read(cls, path: Path) -> Sent:
@@ -57,15 +52,13 @@ class Sent:
         kept = unsealed(content, str(path), DataError, way_out)
         evaluations = kept.get("evaluations")
         # A file of an earlier version doesn't say it.
-        applied, latest = kept.get("applied", True), kept.get("latest", [])
+        applied = kept.get("applied", True)
         if not (
             fits(kept.get("rows"), int)
             and fits(kept.get("step"), int)
             and fits(applied, bool)
             and isinstance(evaluations, list)
             and all(isinstance(one, str) for one in evaluations)
-            and isinstance(latest, list)
-            and all(isinstance(one, str) or fits(one, int) for one in latest)
         ):
             raise damaged(str(path), "lacks rows, step or evaluations", DataError, way_out)
         return cls(
@@ -73,7 +66,6 @@ class Sent:
             step=kept["step"],
             applied=applied,
             evaluations=set(evaluations),
-            latest=latest,
         )
 
     def write(self, path: Path) -> None:
@@ -84,7 +76,6 @@ class Sent:
             "step": self.step,
             "applied": self.applied,
             "evaluations": sorted(self.evaluations),
-            "latest": self.latest,
         }
         disk.persist(path, lambda: write_atomic(path, json.dumps(sealed(kept)) + "\n"))
 
@@ -99,33 +90,24 @@ class Sent:
             if evaluation in self.evaluations:
                 return False
             self.evaluations.add(str(evaluation))
-            self.latest.append(str(evaluation))
         else:
             applied = record.get("train/applied") != 0
             trained_now = step == self.step and applied and not self.applied
             if step <= self.step and not trained_now:
                 return False
             self.step, self.applied = step, applied
-            self.latest.append(step)
-        del self.latest[:-LATEST]
         self.rows += 1
         return True
 
-    def go_back(self, rows: int) -> None:
-        """Counts only the first ``rows`` records as sent, so that the others are sent again, under the same numbers."""
-        lost = self.rows - rows
-        if lost <= 0:
-            return
-        again = self.latest[-lost:]
-        if lost > len(again):
-            # All of them, since nobody knows which ones those are.
-            self.step, self.applied, self.evaluations, self.latest = 0, True, set(), []
-        else:
-            del self.latest[-lost:]
-            self.evaluations.difference_update(again)
-            if steps := [one for one in again if isinstance(one, int)]:
-                # They are sent in their order.
-                self.step, self.applied = min(steps) - 1, True
+    def go_back(self, rows: int, records: Iterable[dict[str, Any]]) -> None:
+        """Counts only the first ``rows`` of a run's records as sent, so that the others are sent again, under the same
+        numbers."""
+        self.rows, self.step, self.applied, self.evaluations = 0, 0, True, set()
+        for record in records:
+            if self.rows == rows:
+                return
+            self.takes(record)
+        # Some have been cut off the metrics since.
         self.rows = rows
 
 

@@ -322,8 +322,8 @@ class Supervisor:
         if not why:
             return
         if part.others is not None and not part.others.ended(part.specs()[0], 1):
+            part.due = time.monotonic() + self._pause(part)
             self._say(why)
-            part.due = time.monotonic()
         elif not self._dies(part):
             pause = self._pause(part)
             part.due = time.monotonic() + pause

@@ -19,6 +19,7 @@ from tandem.common.config import to_yaml
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
+from tandem.launch.board.tail import MetricsTail
 from tandem.launch.host.preflight import check_trackers
 from tandem.launch.run.opened.presets import load
 from tandem.launch.trackers.following import Following, Sent
@@ -184,37 +185,33 @@ def test_an_alarm_is_told_once_beside_its_figures(folder: RunFolder) -> None:
 
 
 def test_what_a_server_lacks_is_sent_again_under_the_same_numbers(folder: RunFolder) -> None:
+    def go_back(follower: Following, rows: int) -> None:
+        follower._sent.go_back(rows, MetricsTail(folder.metrics).records())
+
     write(folder, step(1), evaluation(0, 0.25), step(2), step(3), evaluation(2, 0.5))
     following(folder, Recorder()).catch_up()
     write(folder, step(4))
-    recorder = Recorder()
-    follower = following(folder, recorder)
-    follower._sent.go_back(2)
+    follower = following(folder, recorder := Recorder())
+    go_back(follower, 2)
     assert follower.catch_up() == 4
     assert [(row, number) for row, number, _ in recorder.rows] == [(2, 2), (3, 3), (4, 2), (5, 4)]
     assert recorder.rows[2][2] == {"eval/heldout/accuracy": 0.5}
     # Of evaluations alone no step is sent with them.
     write(folder, evaluation(4, 0.75))
     follower.catch_up()
-    follower._sent.go_back(6)
     follower = following(folder, again := Recorder())
-    follower._sent.go_back(6)
+    go_back(follower, 6)
     assert follower.catch_up() == 1
     assert [(row, number) for row, number, _ in again.rows] == [(6, 4)]
-
-
-def test_a_server_that_lacks_more_than_is_known_gets_all_again(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tandem.launch.trackers.following.LATEST", 2)
-    write(folder, *map(step, range(1, 6)))
-    following(folder, Recorder()).catch_up()
-    follower = following(folder, recorder := Recorder())
-    follower._sent.go_back(2)
-    assert follower.catch_up() == 5
-    assert [(row, number) for row, number, _ in recorder.rows] == [
-        *((2, 1), (3, 2), (4, 3), (5, 4), (6, 5))
-    ]
+    # Records that a learner which was started again has cut off leave their numbers taken.
+    folder.metrics.unlink()
+    write(folder, step(1), step(5))
+    follower = following(folder, last := Recorder())
+    go_back(follower, 6)
+    assert follower.catch_up() == 0
+    write(folder, step(6))
+    follower.catch_up()
+    assert [(row, number) for row, number, _ in last.rows] == [(6, 6)]
 
 
 def test_a_damaged_state_is_told(folder: RunFolder) -> None:
