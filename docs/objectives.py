@@ -83,7 +83,7 @@ and KL) and, in `settings.params`, your own `learner.objective.params`. A class 
 `tandem.learner.objectives.Objective` or from one of the built-in ones instead: then keys of the built-in one
 may stand in `params` (`learner.objective.params.clip_high=0.28`), and `settings` has them all.
 A class that derives from a built-in one without a hold on stale samples is refused at the start of a run in which some may
-come, as the built-in one is.
+come, as the built-in one is, unless it has a `loss` or `own_losses` of its own.
 A key that isn't given has the built-in one's default. One that is given the default of an objective of your own
 (`aggregation=constant`, say) counts as not given, unless it stands in `params` too.
 

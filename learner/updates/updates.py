@@ -132,8 +132,10 @@ def check_own(objective: Objective, config: Config) -> None:
         return
     learner = config.learner.model_copy(update={"objective": settings})
     as_derived = config.model_copy(update={"learner": learner})
-    if refusal := next((why for rule in STALE_RULES if (why := rule(as_derived))), None):
-        raise ConfigError(refusal)
+    refusal = next((why for rule in STALE_RULES if (why := rule(as_derived))), None)
+    # A loss of its own may bound stale tokens in its own way.
+    if refusal and not _has_own_loss(objective):
+        raise ConfigError(f"{refusal} (its own settings are in learner.objective.params)")
     named = f"learner.objective.name={wanted.name}"
     stored = config.learner.source == "offline" and config.data.archive is None
     if isinstance(objective, Preference) and stored and not wanted.rejected:
@@ -150,6 +152,12 @@ def check_own(objective: Objective, config: Config) -> None:
             f"learner.objective.kl_coefficient={settings.kl_coefficient:g} does nothing with {named}, which asks for no "
             f"log-probs of a reference: set it to 0, or add 'reference' to its columns and the penalty to its loss"
         )
+
+
+def _has_own_loss(objective: Objective) -> bool:
+    shipped = Objective.__module__.rpartition(".")[0]
+    own = [cls for cls in type(objective).__mro__ if not cls.__module__.startswith(shipped)]
+    return any({"loss", "own_losses"} & vars(cls).keys() for cls in own)
 
 
 class Updates:

@@ -357,8 +357,9 @@ def same_value(a: Formula, b: Formula) -> bool | None:
             most = max(abs(p), abs(q), 1e-300)
             distance = abs(p - q) / most
             if distance > FLOAT_APART:
-                # Both are tiny, or rounded: math-verify has its own conventions for them.
-                vague = most < FLOAT_TINY or (decimal and distance < FLOAT_ROUNDED)
+                # Both are tiny, or rounded: math-verify has its own conventions for them. Far from 0 two terms may
+                # cancel each other to the last digit.
+                vague = most < FLOAT_TINY or (decimal and distance < FLOAT_ROUNDED) or scale in FAR
                 return None if vague else False
             certain = certain and (distance <= FLOAT_EQUAL or scale in FAR)
     except (Unknown, OverflowError, ZeroDivisionError, ValueError):

@@ -111,10 +111,15 @@ _NO_NOUNS = re.compile(
     rf"\b(?:{_NUMBER_WORD}|or|and|nor|not|than|maybe|perhaps|possibly|but|if|when|where|plus|minus|mod|modulo"
     r"|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tens|tenths?"
     r"|(?:hundred|thousand|million|billion|trillion)(?:th)?s?|dozens?|base|least|most|more|less|fewer|pi|sqrt|sin"
-    r"|cos|tan|log|exp|alpha|beta|theta|over|under|above|below|divided|doubled|tripled|choose|percent|otherwise"
+    r"|cos|tan|log|exp|alpha|beta|theta|over|divided|doubled|tripled|choose|percent|otherwise"
     r"|except|unless|either|instead)\b",
     re.IGNORECASE,
 )
+_MORE_NUMBER = re.compile(
+    rf"\b(?:{_NUMBER_WORD}|hundreds?|thousands?|(?:m|b|tr)illions?|dozens?|plus|minus|and|or|times|hal(?:f|ves))\b",
+    re.IGNORECASE,
+)
+"""What makes another number of a scale before it, as in "5 thousand two hundred"; "3 million more" are 3 million."""
 _SCALES = {
     "hundred": 10**2,
     "thousand": 10**3,
@@ -169,8 +174,7 @@ def _dressed(text: str) -> PlainNumber | None:
         number = _bare(body[: scale.start()].rstrip())
         if number is not None:
             rest = scale.group("rest")
-            if _NO_NOUNS.search(rest) or any(c.isdigit() for c in rest):
-                # "5 thousand two hundred" isn't read, and isn't 5000.
+            if _MORE_NUMBER.search(rest) or any(c.isdigit() for c in rest):
                 return None
             factor = _SCALES[scale.group("scale").lower()]
             return dataclasses.replace(

@@ -123,11 +123,17 @@ def _words(text: str, normalised: str) -> str | None:
     if not wrapped and not letters and not any(len(word) >= 5 for word in words):
         # "HTH" is a sequence of letters, and not HHT; "ab" and "A-B" may be formulas.
         return None
-    return without_article(words)
+    return spelled(normalised)
 
 
-def without_article(words: list[str]) -> str:
-    """The words without an article in front of them: ``ellipse`` for ``an ellipse``."""
+_SPACED = re.compile("[A-Z](?:[ -][A-Z])+")
+
+
+def spelled(normalised: str) -> str:
+    """Words in lower case without an article in front: ``ellipse`` for ``an ellipse``, ``sas`` for ``S-A-S``."""
+    if _SPACED.fullmatch(normalised):
+        return re.sub("[ -]", "", normalised).lower()
+    words = normalised.lower().split()
     return " ".join(words[1:] if len(words) > 1 and words[0] in ("a", "an", "the") else words)
 
 

@@ -636,6 +636,7 @@ STORED = {"source": "offline"}
             r"neither clips nor weights .* set replay\.max_staleness=0",
         ),
         ({"name": f"{OWN}Luffy"}, {"minibatches": 2}, 1, None),
+        ({"name": "capped_objective:Capped"}, {"minibatches": 2}, 1, None),
         (
             {"name": f"{OWN}Srft"},
             {"minibatches": 2},

@@ -467,7 +467,7 @@ def test_on_a_gpu_the_cache_is_what_it_was_set_to() -> None:
 
 def test_what_frees_memory_of_vllm_on_a_gpu_is_what_its_cache_follows() -> None:
     def named(*overrides: str) -> set[str]:
-        found = advice.ways_out(config(*overrides), "rollout", "cuda", 48 * GB, 2)
+        found = advice.ways_out(config(*overrides), "rollout", "cuda", 48 * GB)
         return {setting.partition("=")[0] for setting, _ in found}
 
     share, size = "rollout.vllm.gpu_memory_utilization", "rollout.vllm.kv_cache_mb"

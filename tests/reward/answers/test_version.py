@@ -14,7 +14,7 @@ from pathlib import Path
 from tandem.reward.answers import comparison
 from tandem.reward.reading import modes
 
-RECORDED = (11, "9b89a7c80e4ba4fa")
+RECORDED = (11, "9999815570af931c")
 """The version, and the digest of what it reads and settles of the facts."""
 
 
