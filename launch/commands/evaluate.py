@@ -517,7 +517,7 @@ def _config(
     if name:
         return load(name).resolve(overrides), folder
     if folder is not None:
-        if len(models) > 1 and not arguments.run:
+        if len(models) > 1 and not arguments.run and not arguments.worker:
             print(f"note: the settings are those of {shown(folder.path)}", file=sys.stderr)
         return build(read_yaml(folder.config), overrides, stored=True), folder
     if "miniature" in models:

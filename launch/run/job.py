@@ -23,7 +23,7 @@ from ..plan.planning import problems_on_paper
 from ..wording import shown, shown_folder, shown_tandem
 from . import offline_evaluation, summary
 from .opened.opening import Kind, Opening, make_folder
-from .opened.presets import FOLDER, Preset
+from .opened.presets import Preset
 from .opened.record import RunRecord
 from .processes import redis_part, roles
 from .processes.parts import Part, Stage
@@ -125,6 +125,11 @@ class Job:
     def _checked(self) -> int:
         config = self._config
         resumed = self._opening.kind is Kind.RESUMED
+        if self._opening.kept:
+            self._say(
+                f"note: preset {self._preset.name} has other settings than when this run began; the run keeps its own "
+                f"{', '.join(self._opening.kept)}"
+            )
         placement, model = check_host(config, self._machine)
         for problem in problems_on_paper(config, self._machine, placement):
             self._say(f"on paper: {problem}")
@@ -276,8 +281,7 @@ class Job:
         if self._command is not None:
             return self._command
         command = "offline" if self._config.learner.source == "offline" else "start"
-        own = self._preset.path.parent != FOLDER
-        preset = shown(self._preset.path) if own else self._preset.name
+        preset = self._preset.name if self._preset.is_shipped else shown(self._preset.path)
         words = [shown_tandem(), command, preset]
         if self._folder.path != Path(f"runs/{self._preset.name}").absolute():
             words.append(shown_folder(self._folder.path))

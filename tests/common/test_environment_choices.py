@@ -36,7 +36,7 @@ def test_what_can_be_played_is_accepted() -> None:
         ([USE, "rollout.min_new_tokens=4"], "responses of one turn"),
         (
             [USE, "environments.port=8000", "rollout.workers=2"],
-            "environments.port=8000 is the port of every worker's token endpoint",
+            "only one can listen there: set environments.port=0, which takes free ones, or rollout.workers=1",
         ),
         ([USE, "environments.default=two"], "isn't one of environments.use: one"),
         (["environments.use={one: {form: text, target: a b}}"], "should be an import path"),

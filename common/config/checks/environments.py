@@ -57,7 +57,7 @@ def environments(config: Config) -> str | None:
     if port and workers > 1:
         return (
             f"environments.port={port} is the port of every worker's token endpoint, and of rollout.workers={workers} "
-            f"on one host only one can listen there: set environments.port=0, which takes free ones"
+            f"on one host only one can listen there: set environments.port=0, which takes free ones, or rollout.workers=1"
         )
     if config.rollout.min_new_tokens:
         return (

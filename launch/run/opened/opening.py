@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -68,6 +69,8 @@ class Opening:
     """All overrides ever given for this run, in order."""
     changed: dict[str, tuple[Any, Any]]
     """Settings that differ from the saved ones: key to old and new value."""
+    kept: tuple[str, ...] = ()
+    """Settings that the run keeps as it began with them, where its preset has others by now."""
     run: dict[str, Any]
     """Content of ``run.json``; empty for a new run."""
     set_aside: Path | None
@@ -115,7 +118,8 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
 
     A resumed run starts from its preset with all overrides that it was given before; new ones
     go on top. So a bare ``tandem start`` continues with ``run.steps=20`` if the run was started
-    that way.
+    that way. Where a later version ships the preset with other settings that a resumed run may
+    not change, the run keeps all settings that it began with.
 
     Raises:
         ConfigError: settings changed that a resumed run may not change (the message lists all of
@@ -151,6 +155,12 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     if kept := _objective_as_begun(saved, config, [*before, *overrides]):
         before += kept
         config = preset.resolve(overrides, before=before)
+    as_begun = {}
+    if _frozen(saved, config) and preset.is_shipped and _is_of(preset, run):
+        as_begun = _preset_as_begun(saved, preset, overrides, before)
+    if as_begun:
+        before = [*(f"{key}={value}" for key, value in as_begun.items()), *before]
+        config = preset.resolve(overrides, before=before)
     changed = _differences(saved, config)
     frozen = _frozen(saved, config)
     if frozen:
@@ -169,6 +179,7 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
         config=config,
         overrides=(*before, *overrides),
         changed=changed,
+        kept=tuple(as_begun),
         run=run,
         set_aside=None,
     )
@@ -211,15 +222,56 @@ def _objective_as_begun(saved: Config, config: Config, words: Sequence[str]) -> 
     ]
 
 
+def _preset_as_begun(
+    saved: Config, preset: Preset, overrides: Sequence[str], before: Sequence[str]
+) -> dict[str, str]:
+    """What a run has from an older version of its preset that the preset has otherwise by now: key to value, as
+    overrides have them; empty where that is nothing that shaped the run, or can't be kept.
+
+    Args:
+        saved: the run's settings.
+        preset: as it is now.
+        overrides: settings of this start, which go over what is kept.
+        before: those of earlier starts, which do, too.
+    """
+    from ....common.config import valid_keys
+
+    tree, whole = saved.model_dump(mode="json"), frozenset(valid_keys())
+    kept: dict[str, str] = {}
+    try:
+        now = preset.resolve([], before=before)
+        if not _frozen(saved, now):
+            return {}
+        for key in _differences(saved, now):
+            value, named = tree, ""
+            for part in key.split("."):
+                # A list or a mapping is kept as a whole, and so is a section that only one of them has.
+                if named in whole or not isinstance(value, dict) or part not in value:
+                    break
+                value, named = value[part], f"{named}.{part}".lstrip(".")
+            kept[named] = json.dumps(value, ensure_ascii=False)
+        words = [f"{key}={value}" for key, value in kept.items()]
+        preset.resolve(overrides, before=[*words, *before])
+    except ConfigError:
+        return {}
+    return kept
+
+
+def _is_of(preset: Preset, run: dict[str, Any]) -> bool:
+    """Whether a run was started from this preset.
+
+    If the preset's file is gone, as on another machine, a preset of the same name counts as the same.
+    """
+    path = Path(str(run.get("preset_path")))
+    return path == preset.path or (run.get("preset") == preset.name and not path.exists())
+
+
 def _given_before(preset: Preset, run: dict[str, Any]) -> list[str]:
     """The overrides that a run was started and resumed with, if it was started from this preset.
 
-    If the preset's file is gone, as on another machine, a preset of the same name counts as the same.
     ``run.dir`` is left out: the folder is the one named this time, wherever the run was before.
     """
-    path = Path(str(run.get("preset_path")))
-    moved = run.get("preset") == preset.name and not path.exists()
-    if path != preset.path and not moved:
+    if not _is_of(preset, run):
         return []
     words = [str(word) for word in run.get("overrides", [])]
     return [word for word in words if word.partition("=")[0].strip() != "run.dir"]

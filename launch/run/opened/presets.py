@@ -64,6 +64,11 @@ class Preset:
     rounds: int = 1
     """How often the stages are gone through."""
 
+    @property
+    def is_shipped(self) -> bool:
+        """Whether it is none of the user's own."""
+        return self.path.parent == FOLDER
+
     def resolve(self, overrides: Sequence[str], *, before: Sequence[str] = ()) -> Config:
         """Returns the validated config, with ``run.dir`` filled in.
 

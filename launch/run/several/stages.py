@@ -29,7 +29,7 @@ from ...wording import shown, shown_folder, shown_tandem
 from .. import summary
 from ..job import run_job
 from ..opened.opening import Kind, Opening, free_name, open_folder, open_preset, open_run
-from ..opened.presets import FOLDER, Preset, over
+from ..opened.presets import Preset, over
 from ..opened.record import as_kept
 
 _NAMED = re.compile(r"\{([a-z][a-z0-9-]*)\}")
@@ -518,8 +518,8 @@ def _move_aside(top: RunFolder, labels: Sequence[str], terminal: Terminal) -> No
 
 def _again(preset: Preset, command: str, top: RunFolder) -> str:
     """The command that goes on, as a shell in the working directory takes it."""
-    own = preset.path.parent != FOLDER
-    words = [shown_tandem(), command, shown(preset.path) if own else preset.name]
+    named = preset.name if preset.is_shipped else shown(preset.path)
+    words = [shown_tandem(), command, named]
     if top.path != Path(f"runs/{preset.name}").absolute():
         words.append(shown_folder(top.path))
     return shlex.join(words)

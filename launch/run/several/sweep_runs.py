@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ....common import disk
+from ....common.errors import DataError
 from ....common.run_folder import RunFolder
 from ....common.waiting import Wait
 from ...board.terminal import Terminal
@@ -134,7 +135,11 @@ class _Runs:
             if not wait.who or wait.expired(self._say):
                 return
             if not told:
-                self._say(f"waiting for the end of what an earlier start has left: {wait.who}")
+                first = next(one for one in self._waiting if pids[one.name])
+                self._say(
+                    f"waiting for the end of what an earlier start has left, for at most {wait.seconds:.0f} s: "
+                    f"{wait.who}; to end one now: `tandem stop {shown(first.folder.path)}`"
+                )
                 told = True
             time.sleep(LOOK_SECONDS)
 
@@ -193,7 +198,7 @@ class _Runs:
         if code is None:
             return
         self._running.remove(member)
-        if code == 0:
+        if code == 0 or (was_stopped(code) and _is_finished(member.folder)):
             member.state = "finished"
             self._say(f"{member.name} {accuracy([member])}, {wall_time([member])}")
         elif self._signals or was_stopped(code):
@@ -206,3 +211,11 @@ class _Runs:
             member.error = f"{described(code)}: {last}"
             self._say(f"{member.name} {member.error}")
         write(self._sweep)
+
+
+def _is_finished(folder: RunFolder) -> bool:
+    """Whether a run is over, so that the signal that has ended it cut only its report short."""
+    try:
+        return folder.read_run().get("state") == "finished"
+    except DataError:
+        return False  # The next start of the sweep tells what is damaged.

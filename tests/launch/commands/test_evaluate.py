@@ -514,8 +514,12 @@ def test_what_changes_nothing_about_greedy_answers_is_said(
 
 
 def test_settings_are_those_of_the_one_run_that_models_are_from_whatever_their_order(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("tandem.launch.commands.evaluate._as_worker", lambda: None)
     run = begun(tmp_path / "run", "rollout.max_new_tokens=3")
     other = begun(tmp_path / "other", "rollout.max_new_tokens=5")
     for folder in (run, other):
@@ -534,6 +538,9 @@ def test_settings_are_those_of_the_one_run_that_models_are_from_whatever_their_o
     for first, second in ((ours, noisy), (noisy, ours)):
         assert evaluated("--model", first, "--model", second) == 0
         assert f"note: the settings are those of {run.path}" in capsys.readouterr().err
+        # A worker, whose log isn't looked at, doesn't repeat it.
+        assert evaluated("--model", first, "--model", second, "--worker", "0/1") == 0
+        assert "note:" not in capsys.readouterr().err
         assert lengths() == {3}
     both = "--model", ours, "--model", theirs
     assert evaluated(*both) == 2

@@ -10,11 +10,12 @@ import yaml
 from tandem.common.config import parse_override, to_yaml
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.run_folder import RunFolder
+from tandem.launch.cli import main
 from tandem.launch.host.folder_lock import FolderLock
 from tandem.launch.run.opened.opening import Kind, Opening, make_folder, open_folder
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.opened.record import RunRecord, apart, as_kept
-from tandem.launch.run.several.stages import folder_of
+from tandem.launch.run.several.stages import folder_of, placed
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,74 @@ def test_a_run_of_an_older_version_keeps_what_its_objective_had_of_the_preset() 
     assert (objective.advantage, objective.dual_clip) == ("group_mean", 3.0)
     assert objective.clip_high == 0.28
     assert opening.changed == {}
+
+
+def saved_by_an_older_version(folder: RunFolder) -> None:
+    """A run's settings as they would be if its preset had been another one when it began."""
+    saved = yaml.safe_load(folder.config.read_text())
+    saved["data"]["system_prompt"] = "Ä\n😀: 'yes'"
+    saved["data"]["train"][1:] = []
+    saved["data"]["train"][0]["path"] = "{run}/data/old.parquet"
+    saved["evaluate"]["limit"] = 7
+    folder.config.write_text(yaml.safe_dump(saved))
+
+
+def test_a_run_goes_on_with_what_it_began_with_where_its_shipped_preset_has_changed() -> None:
+    folder = start("run.steps=20", "data.train.0.limit=3")
+    saved_by_an_older_version(folder)
+    opening = again("log.every=5")
+    assert opening.kind is Kind.RESUMED
+    assert opening.kept == ("data.system_prompt", "data.train", "evaluate.limit")
+    assert opening.config.data.system_prompt == "Ä\n😀: 'yes'"
+    assert [(one.path, one.limit) for one in opening.config.data.train] == [
+        ("{run}/data/old.parquet", 3)
+    ]
+    assert (opening.config.run.steps, opening.config.evaluate.limit) == (20, 7)
+    assert opening.changed == {"log.every": (10, 5)}
+    # The next start finds it among the overrides.
+    folder.config.write_text(to_yaml(opening.config))
+    folder.write_run({**folder.read_run(), "overrides": list(opening.overrides)})
+    opening = again()
+    assert (opening.kept, opening.changed) == ((), {})
+    assert opening.config.data.system_prompt == "Ä\n😀: 'yes'"
+
+
+def test_a_run_says_what_it_keeps_of_an_older_version_of_its_preset(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saved_by_an_older_version(start())
+    # Refused before anything is started: no host has these.
+    assert main(["start", "miniature", "launch.bind=192.0.2.1", "--plain"]) == 2
+    told = "preset miniature has other settings than when this run began; the run keeps its own"
+    assert f"note: {told} data.system_prompt, data.train, evaluate.limit" in capsys.readouterr().out
+
+
+def test_a_stage_goes_on_with_what_it_began_with_where_its_shipped_preset_has_changed() -> None:
+    stage = placed(load("miniature-sft-rl"), [])[1]
+    opening = open_folder(stage.preset, [], fresh=False)
+    opening.folder.make()
+    opening.folder.config.write_text(to_yaml(opening.config))
+    opening.folder.write_run({**opening.run, "preset_path": str(stage.preset.path)})
+    saved_by_an_older_version(opening.folder)
+    opening = open_folder(stage.preset, [], fresh=False)
+    assert (opening.kind, opening.changed) == (Kind.RESUMED, {})
+    assert opening.kept == ("data.system_prompt", "data.train", "evaluate.limit")
+
+
+def test_of_a_run_whose_shipped_preset_has_changed_only_what_was_asked_for_is_refused() -> None:
+    saved_by_an_older_version(start())
+    with pytest.raises(ConfigError, match=r"shaped it \(rollout\.group_size: 8 -> 4\): leave"):
+        again("rollout.group_size=4")
+    with pytest.raises(ConfigError, match=r"shaped it \(data\.train\.0\.limit: None -> 4\): leave"):
+        again("data.train.0.limit=4")
+
+
+def test_a_preset_of_the_users_own_that_was_edited_is_refused(here: Path) -> None:
+    (here / "mine.yaml").write_text("base: miniature\n")
+    start(preset="./mine.yaml")
+    (here / "mine.yaml").write_text("base: miniature\nrollout: {group_size: 4}\n")
+    with pytest.raises(ConfigError, match=r"\(rollout\.group_size: 8 -> 4\): leave them as they"):
+        again(preset="./mine.yaml")
 
 
 EVERY_KEY = {

@@ -319,7 +319,9 @@ def test_what_a_killed_sweep_has_left_ends_before_anything_is_started_beside_it(
             assert sweep_runs._Runs(made, 2, Heard(hear)).run() == 0
         finally:
             process.kill()
+    assert "for at most 300 s" in said[-1]
     assert f"{left.path.name} (process {process.pid})" in said[-1]
+    assert f"`tandem stop runs/sweep-miniature-sft/{left.path.name}`" in said[-1]
     assert started == [(one.name, None) for one in made.members]
 
 
@@ -362,3 +364,18 @@ def test_a_run_of_a_sweep_that_was_stopped_has_not_failed(
     said = capsys.readouterr().out
     assert f"{made.members[0].name} was stopped" in said
     assert "2 of 2 runs were stopped; the same command resumes them" in said
+
+
+def test_a_run_of_a_sweep_whose_report_was_cut_short_has_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(runs: sweep_runs._Runs, member: sweep.Member) -> None:
+        finish(member, 4, 0.0, 0.5)
+        member.process = subprocess.Popen(["sh", "-c", "exit 130"])
+        runs._running.append(member)
+
+    monkeypatch.setattr(sweep_runs._Runs, "_start", start)
+    made = plan(*WORDS)
+    assert sweep_runs.run_sweep(made, jobs=1) == 0
+    assert [one.state for one in made.members] == ["finished", "finished"]
+    assert f"{made.members[0].name} 0.0 → 50.0 (n = 1), 1:01" in capsys.readouterr().out
