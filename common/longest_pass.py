@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import Config
-from .config.checks.choices import longest_row, rows_of_group
+from .config.groups import longest_row, rows_of_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

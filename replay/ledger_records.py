@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..common.config import Config
-from ..common.config.checks.choices import group_bytes
+from ..common.config.groups import group_bytes
 from ..common.errors import StoreError
 from ..common.plain import Count, Record, read_record
 from ..common.records import CommitResult

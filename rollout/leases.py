@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ..common.config import Config
-from ..common.config.checks.choices import replays_own
+from ..common.config.groups import replays_own
 from ..common.errors import StoreError
 from ..common.records import ENVIRONMENT, Group, Problem, SamplingParams, Version
 from ..replay.experience import Experience

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...common import models
 from ...common.config import Config, of_set, to_yaml
-from ...common.config.checks.choices import own_rows
+from ...common.config.groups import own_rows
 from ...common.errors import StoreError
 from ...common.templates import OWN
 from ...replay.ledger import Ledger

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
-from ...common.config.checks.choices import replays_own
+from ...common.config.groups import replays_own
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, Problem, Verdict
 from ...replay.forms import Content, DataRow, RowError, read_rows

@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...common.config.checks.choices import own_rows, rows_of_group
+from ...common.config.groups import own_rows, rows_of_group
 from ...replay.rules.leases import Limits
 from .lengths import Lengths
 from .memory import (

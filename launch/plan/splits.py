@@ -161,7 +161,7 @@ def leases(config: Config, slots: int) -> tuple[int, int]:
         config: the config with its split and staleness bound.
         slots: samples that an engine runs at a time.
     """
-    from ...common.config.checks.choices import own_rows
+    from ...common.config.groups import own_rows
 
     live = config.replay.groups_per_step * max(1, config.replay.max_staleness)
     held = min(math.ceil(live / config.rollout.workers), math.ceil(FULL * slots / own_rows(config)))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...common.config import Config
-from ...common.config.checks.choices import rows_of_group
 from ...common.config.checks.updates import STALE_RULES
+from ...common.config.groups import rows_of_group
 from ...common.errors import ConfigError
 from ...common.objectives import OwnObjective
 from ...common.objectives.keys import Kl

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from ...common.config.checks.choices import LEASES_STOP_SHARE
+from ...common.config.groups import LEASES_STOP_SHARE
 
 PLACE = 2.0**-20
 """Between two groups that were put back."""

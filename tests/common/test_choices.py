@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from tandem.common import config as c
-from tandem.common.config.checks.choices import micro_batch_refusal, own_rows, why_not_started
+from tandem.common.config.checks.choices import micro_batch_refusal, why_not_started
+from tandem.common.config.groups import own_rows
 from tandem.common.errors import ConfigError
 from tandem.common.objectives import KEYS, OBJECTIVES, reads
 

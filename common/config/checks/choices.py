@@ -17,68 +17,25 @@ import difflib
 import math
 
 from ...objectives import OBJECTIVES, WITHOUT_GROUP, OwnObjective
-from ...objectives.experts import ExGrpo
 from ...objectives.keys import Entropy, Expert
 from ...records import Verdict
 from ...templates import NONE, OWN
 from ..data import DataConfig
-from ..reading.of_set import of_set
+from ..groups import (
+    LEASES_STOP_SHARE,
+    group_bytes,
+    has_groups,
+    is_online,
+    longest_row,
+    own_rows,
+    replays_own,
+    rows_of_group,
+)
 from ..tree import Config
 from .environments import environments
+from .evaluations import EVALUATION_RULES
 from .launch import LAUNCH_RULES
 from .updates import NEW_UPDATE_RULES, UPDATE_RULES, Rule
-
-LEASES_STOP_SHARE = 0.75
-"""Share of ``replay.maxmemory_mb`` that leases may fill, counting the worst case of those that are out."""
-
-
-def group_bytes(config: Config, problem_bytes: int = 0) -> int:
-    """Worst case of one group's payload in bytes: per response token 4 for its id, 4 for its log-prob, 4 for
-    its reward, 1 for its source, and about 6 of text; and its problem, of which only the data tell the size: a
-    test of code, say, may be of megabytes.
-
-    Args:
-        config: the run's config.
-        problem_bytes: of the largest problem; where it isn't known, the longest prompt with 10 bytes a token counts.
-    """
-    response = 19 * config.rollout.max_new_tokens
-    problem = max(problem_bytes, 10 * config.data.max_prompt_tokens)
-    return config.rollout.group_size * response + problem
-
-
-def own_rows(config: Config) -> int:
-    """Least number of own samples that a worker is asked for in a group. Traces that enter after grading,
-    or that samples only begin with, don't reduce it."""
-    expert = config.expert
-    instead = expert.prefix is None and expert.when == "always"
-    return config.rollout.group_size - (expert.per_group if instead else 0)
-
-
-def longest_row(config: Config) -> int:
-    """Tokens that the forward pass of the longest possible row reads: prompt and response without the
-    last token, after which nothing is predicted. Traces over the limits are left out at ingest."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1
-
-
-def rows_of_group(config: Config) -> int:
-    """Number of rows of a whole group; of stored responses to one question, there may be two."""
-    if _has_groups(config):
-        return config.rollout.group_size
-    return 2 if config.learner.objective.rejects else 1
-
-
-def _has_groups(config: Config) -> bool:
-    """Whether steps have groups of own samples."""
-    return _online(config) or config.data.archive is not None
-
-
-def _online(config: Config) -> bool:
-    return config.learner.source == "ledger"
-
-
-def replays_own(config: Config) -> bool:
-    """Whether own past successes come back as rows of groups, in the places of expert traces."""
-    return isinstance(config.learner.objective, ExGrpo) and _online(config)
 
 
 def _replayed(config: Config) -> str | None:
@@ -95,7 +52,7 @@ def _replayed(config: Config) -> str | None:
 def _group_baseline(config: Config) -> str | None:
     objective, own = config.learner.objective, own_rows(config)
     least = objective.least_verdicts
-    if not _online(config) or own >= least:
+    if not is_online(config) or own >= least:
         return None
     traces = f" - expert.per_group={config.expert.per_group}" if config.expert.per_group else ""
     return (
@@ -121,7 +78,7 @@ def _traces_after_grading(config: Config) -> str | None:
     expert = config.expert
     if expert.when != "all_failed":
         return None
-    if not _has_groups(config):
+    if not has_groups(config):
         return (
             f"expert.when=all_failed asks what own samples were graded, and learner.source="
             f"{config.learner.source} has none: set expert.when=always"
@@ -148,12 +105,12 @@ def _dynamic_sampling(config: Config) -> str | None:
             f"replay.dynamic_sampling_means={list(means)} leaves no group: give the least mean reward first, "
             f"then the greatest"
         )
-    if means and not most and _online(config):
+    if means and not most and is_online(config):
         return (
             f"replay.dynamic_sampling_means={list(means)} has no effect while no group may be left out: set "
             f"replay.dynamic_sampling to the greatest number of groups a step that may be"
         )
-    if not most or not _online(config):
+    if not most or not is_online(config):
         return None
     if means and config.expert.per_group and config.expert.when == "all_failed":
         return (
@@ -211,7 +168,7 @@ def micro_batch_refusal(config: Config, *, unit: str, what: str = "") -> str | N
     if least <= budget:
         return None
     times = f"{rows} rows of a group, which {what} never splits, x " if rows > 1 else ""
-    fewer = "rollout.group_size, " if rows > 1 and _has_groups(config) else ""
+    fewer = "rollout.group_size, " if rows > 1 and has_groups(config) else ""
     return (
         f"learner.micro_batch_tokens={budget:,} is less than the longest that may come: {times}"
         f"{longest_row(config):,} tokens (data.max_prompt_tokens={config.data.max_prompt_tokens:,} + "
@@ -251,7 +208,7 @@ def _offline(config: Config) -> str | None:
     may_have_pairs = any("{run}/data/" not in source.path for source in config.data.train)
     if objective.rejects and may_have_pairs:
         return None
-    if _has_groups(config):
+    if has_groups(config):
         return None
     if objective.alone == "nothing":
         able = ", ".join(n for n, kind in OBJECTIVES.items() if kind.alone == "always")
@@ -270,7 +227,7 @@ def _offline(config: Config) -> str | None:
 
 
 def _archive(config: Config) -> str | None:
-    if config.data.archive is None or not _online(config):
+    if config.data.archive is None or not is_online(config):
         return None
     return (
         f"data.archive={config.data.archive} is trained on without rollouts: set learner.source=offline "
@@ -281,7 +238,7 @@ def _archive(config: Config) -> str | None:
 def _only_samples(config: Config) -> str | None:
     if config.learner.train:
         return None
-    if not _online(config):
+    if not is_online(config):
         return (
             f"learner.train=false only samples, and learner.source={config.learner.source} has no rollout "
             f"worker: set learner.source=ledger"
@@ -294,7 +251,7 @@ def _only_samples(config: Config) -> str | None:
 
 
 def _supervised(config: Config) -> str | None:
-    if config.learner.objective.name != "sft" or not _online(config) or config.expert.per_group:
+    if config.learner.objective.name != "sft" or not is_online(config) or config.expert.per_group:
         return None
     return (
         "learner.objective.name=sft learns from expert traces alone, and expert.per_group=0 lets none "
@@ -317,7 +274,7 @@ def _teacher(config: Config) -> str | None:
     if teacher is None:
         return f"{name} needs a teacher: set learner.teacher to a model with the policy's tokenizer"
     coefficient = getattr(objective, "sft_coefficient", 0.0)
-    if coefficient and _online(config) and not config.expert.per_group:
+    if coefficient and is_online(config) and not config.expert.per_group:
         return (
             f"learner.objective.sft_coefficient={coefficient:g} is of expert tokens, and expert.per_group=0 lets "
             f"none into a group: set learner.objective.sft_coefficient=0, or expert.per_group=1"
@@ -327,7 +284,7 @@ def _teacher(config: Config) -> str | None:
 
 def _no_reward(config: Config) -> str | None:
     reward = config.reward
-    if not _online(config):
+    if not is_online(config):
         return None
     if reward.own_reward is not None:
         if config.learner.objective.least_verdicts > 1 and not config.expert.per_group:
@@ -370,7 +327,7 @@ def _bounds(config: Config) -> str | None:
 def memory_refusal(config: Config, problem_bytes: int = 0) -> str | None:
     """Why the run's own Redis has no room for one group; None if it has. The problem's bytes: see :func:`group_bytes`."""
     limit, group = config.replay.maxmemory_mb << 20, group_bytes(config, problem_bytes)
-    if config.replay.redis_url is not None or not _online(config):
+    if config.replay.redis_url is not None or not is_online(config):
         return None
     if group <= LEASES_STOP_SHARE * limit:
         return None
@@ -424,7 +381,7 @@ def _turns(config: Config) -> str | None:
         return None
     said = f"data.train {source.short_name}: turns=all"
     if data.archive is not None or (
-        _online(config) and (not expert.per_group or replays_own(config))
+        is_online(config) and (not expert.per_group or replays_own(config))
     ):
         return (
             f"{said} says which answers are learned from, and this run learns from no answer of its data: leave it "
@@ -440,7 +397,7 @@ def _turns(config: Config) -> str | None:
             f"{said} learns from answers alone, and data.pack_tokens={data.pack_tokens} from all tokens: set it to "
             f"null, or turns=last"
         )
-    if objective.unit == "group" and not _has_groups(config):
+    if objective.unit == "group" and not has_groups(config):
         return (
             f"{said} makes one trace of a conversation, and learner.objective.name={objective.name} compares two "
             f"responses to one question: choose sft, or set turns=last"
@@ -473,63 +430,6 @@ def _unused_prefix(config: Config) -> str | None:
                     f"expert.{name}={getattr(expert, name):g} is a share of a trace that samples begin "
                     f"with, and expert.prefix=null begins none: set expert.prefix=fixed, or leave it"
                 )
-    return None
-
-
-def _evaluations(config: Config) -> str | None:
-    evaluate = config.evaluate
-    if evaluate.every and not config.data.evaluate:
-        return (
-            f"evaluate.every={evaluate.every} has no set to evaluate on: name one in data.evaluate, or "
-            f"set evaluate.every=0"
-        )
-    if evaluate.samples > 1 and evaluate.temperature == 0:
-        return (
-            f"evaluate.samples={evaluate.samples} at evaluate.temperature=0 are all the same "
-            f"response: set evaluate.temperature=1, or evaluate.samples=1"
-        )
-    for held in config.data.evaluate:
-        own = of_set(config, held)
-        if held.samples is not None and held.samples > 1 and own.evaluate.temperature == 0:
-            return (
-                f"data.evaluate {held.name}: samples={held.samples} at temperature 0 are all the same "
-                f"response: set its temperature too, or evaluate.temperature"
-            )
-        if own.rollout.max_new_tokens > config.rollout.max_new_tokens:
-            return (
-                f"data.evaluate {held.name}: max_new_tokens={held.max_new_tokens} is over "
-                f"rollout.max_new_tokens={config.rollout.max_new_tokens}, for which the engines have room: "
-                f"lower it, or raise the latter"
-            )
-    return None
-
-
-BEST_BY = ("accuracy", "format", "length")
-"""Figures of every evaluation by which a model can be the best, beside accuracies of single sources."""
-
-
-def _best(config: Config) -> str | None:
-    evaluate = config.evaluate
-    if evaluate.best is None:
-        return None
-    name, _, figure = evaluate.best.removeprefix("-").partition("/")
-    sets = [one.name for one in config.data.evaluate]
-    if name not in sets or not (figure in BEST_BY or figure.startswith("source/")):
-        return (
-            f"evaluate.best={evaluate.best} should be a set of data.evaluate ({', '.join(sets) or 'none'}) "
-            f"and {' or '.join(BEST_BY)}, as in {sets[0] if sets else 'heldout'}/accuracy"
-        )
-    if not evaluate.exact:
-        return (
-            f"evaluate.best={evaluate.best} keeps the very weights that were measured: set "
-            f"evaluate.exact=true, so that the learner waits for each evaluation"
-        )
-    said = f"evaluate.best={evaluate.best} compares evaluations during the run, and"
-    if not evaluate.every:
-        return f"{said} evaluate.every=0 makes none: set it to a number of steps"
-    # Of other runs a worker that joins evaluates.
-    if not _online(config) and not config.rollout.workers:
-        return f"{said} rollout.workers=0 leaves nobody to make them: set rollout.workers=1"
     return None
 
 
@@ -583,8 +483,7 @@ START_RULES: tuple[Rule, ...] = (
     _accepted,
     _turns,
     _unused_prefix,
-    _evaluations,
-    _best,
+    *EVALUATION_RULES,
     _twice,
     _replayed,
     _attention,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tandem.common.config import Config, of_set
-from tandem.common.config.checks.choices import rows_of_group, why_not_started
+from tandem.common.config.checks.choices import why_not_started
+from tandem.common.config.groups import rows_of_group
 from tandem.common.prompts import render_text
 from tandem.launch.miniature import tokenizer as miniature
 from tandem.launch.run.opened.presets import FOLDER, load, names
