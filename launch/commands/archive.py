@@ -20,7 +20,7 @@ from ...common.errors import ConfigError, DataError
 from ...common.records import ExpertTrace, Group, Sample, Verdict
 from ...common.run_folder import RunFolder, existing
 from ...replay import archive
-from ...replay.archive import ArchivedGroup
+from ...replay.archive_columns import ArchivedGroup
 from ...reward.grading import Grader
 from ..host.servers import check_servers
 from ..ingest import regrading

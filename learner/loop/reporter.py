@@ -18,6 +18,7 @@ from ...common.records import Int32Array, Version
 from ...common.run_folder import RunFolder
 from ...common.telemetry import Clock
 from ...replay import archive
+from ...replay.archive_columns import ArchivedGroup
 from ...replay.evaluating.evaluations import EvaluationResult
 from ...replay.inspecting.rows import block_of, cut_logs, log_path, write_run_log
 from ...replay.members import Members
@@ -161,7 +162,7 @@ class Reporter:
             return
         path.parent.mkdir(exist_ok=True)
         groups = [
-            archive.ArchivedGroup(
+            ArchivedGroup(
                 step=batch.step - mixed.later,
                 place=place,
                 group=mixed.group,

@@ -22,7 +22,7 @@ from ...common.objectives.experts import ExGrpo
 from ...common.records import ExpertTrace, Group
 from ...common.seeds import keyed_generator
 from ...replay import archive
-from ...replay.archive import ArchivedGroup
+from ...replay.archive_columns import ArchivedGroup
 from ...replay.evaluating.held_out import held_out
 from ...replay.experience import Experience
 from ...replay.ledger import Ledger

@@ -29,7 +29,7 @@ from tandem.common.records import (
     VersionSpan,
 )
 from tandem.replay import archive
-from tandem.replay.archive import ArchivedGroup
+from tandem.replay.archive_columns import ArchivedGroup
 
 TEXTS = ("", "7", "x\ny\t\\boxed{½} 🙂", "\x00\u202e", "=" * 300)
 

@@ -21,7 +21,7 @@ from tandem.common.records import (
 )
 from tandem.launch.cli import main
 from tandem.replay import archive
-from tandem.replay.archive import ArchivedGroup
+from tandem.replay.archive_columns import ArchivedGroup
 
 RIGHT = "so \\boxed{7}"
 WRONG = "so \\boxed{8}"

@@ -29,7 +29,7 @@ from tandem.launch.ingest import prepare as ingest
 from tandem.launch.ingest.pairing import pairs_of
 from tandem.launch.run.opened.presets import load
 from tandem.replay import archive
-from tandem.replay.archive import ArchivedGroup
+from tandem.replay.archive_columns import ArchivedGroup
 from tandem.replay.evaluating.held_out import held_out
 
 RIGHT, WRONG = Verdict.CORRECT, Verdict.WRONG

@@ -29,7 +29,7 @@ from tandem.learner.rows.groups import MixedGroup, rows_of
 from tandem.learner.rows.sources import ArchiveSource
 from tandem.learner.updates.updates import Updates
 from tandem.replay import archive
-from tandem.replay.archive import ArchivedGroup
+from tandem.replay.archive_columns import ArchivedGroup
 from tandem.replay.inspecting.rows import of_record
 from tandem.replay.ledger_records import Waiting
 
