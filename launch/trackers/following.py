@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +102,15 @@ class Sent:
     def go_back(self, rows: int, records: Iterable[dict[str, Any]]) -> None:
         """Counts only the first ``rows`` of a run's records as sent, so that the others are sent again, under the same
         numbers."""
+        before = replace(self, evaluations=set(self.evaluations))
         self.rows, self.step, self.applied, self.evaluations = 0, 0, True, set()
         for record in records:
             if self.rows == rows:
                 return
-            self.takes(record)
-        # Some have been cut off the metrics since.
+            # One that wasn't sent may come before others that were, where a learner has cut the metrics back since.
+            if not before.takes(record):
+                self.takes(record)
+        # Some have been cut off.
         self.rows = rows
 
 

@@ -115,11 +115,7 @@ _NO_NOUNS = re.compile(
     r"|except|unless|either|instead)\b",
     re.IGNORECASE,
 )
-_MORE_NUMBER = re.compile(
-    rf"\b(?:{_NUMBER_WORD}|hundreds?|thousands?|(?:m|b|tr)illions?|dozens?|plus|minus|and|or|times|hal(?:f|ves))\b",
-    re.IGNORECASE,
-)
-"""What makes another number of a scale before it, as in "5 thousand two hundred"; "3 million more" are 3 million."""
+_COMPARING = re.compile(r"\b(?:more|less|fewer|over)\b", re.IGNORECASE)
 _SCALES = {
     "hundred": 10**2,
     "thousand": 10**3,
@@ -174,7 +170,8 @@ def _dressed(text: str) -> PlainNumber | None:
         number = _bare(body[: scale.start()].rstrip())
         if number is not None:
             rest = scale.group("rest")
-            if _MORE_NUMBER.search(rest) or any(c.isdigit() for c in rest):
+            if _NO_NOUNS.search(_COMPARING.sub("", rest)) or any(c.isdigit() for c in rest):
+                # "5 thousand two hundred" isn't read, and isn't 5000; "3 million more" are 3 million.
                 return None
             factor = _SCALES[scale.group("scale").lower()]
             return dataclasses.replace(

@@ -38,7 +38,7 @@ _TEMPERATURE = re.compile(
     rf"{_NUMBER}\s*{_DEGREES}(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{{\s*{_DEGREES})?"
     r"(?P<scale>C|F|[Cc]elsius|[Ff]ahrenheit)\s*\}?"
 )
-_LETTER = re.compile(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])")
+_M = re.compile(r"(?<![A-Za-z])m(?![A-Za-z])")
 _MIXED_UP = (
     {"length1", "length2", "length3", "volume1"},
     {"angle1", "celsius1"},
@@ -149,8 +149,9 @@ def same_quantity(answer: str, gold: str) -> bool | None:
         return is_rounding(a.value, b.value, answer_unit=a.last_place, gold_unit=b.last_place)
     if ours.dimension != theirs.dimension:
         mixed_up = any({ours.dimension, theirs.dimension} <= near for near in _MIXED_UP)
-        # A single letter may be another unit: "90m" and "90\\text{ m}" are minutes, too.
-        return None if mixed_up or _LETTER.search(answer) else False
+        # A single letter may be another unit; "90\\text{ m}" are minutes, too.
+        minutes = {ours.dimension, theirs.dimension} == {"length1", "time1"} and _M.search(answer)
+        return None if mixed_up or minutes or read_quantity(answer) is None else False
     if ours.units == theirs.units:
         return None
     if ours.value == theirs.value:

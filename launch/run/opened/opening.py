@@ -236,21 +236,32 @@ def _preset_as_begun(
     """
     from ....common.config import valid_keys
 
+    if (
+        Path(str(saved.run.dir)).absolute()
+        != Path(preset.resolve(overrides).run.dir or "").absolute()
+    ):
+        # Stages name each other's folders, and those of a folder that was moved are others.
+        return {}
     tree, whole = saved.model_dump(mode="json"), frozenset(valid_keys())
     kept: dict[str, str] = {}
+    words: list[str] = []
     try:
         now = preset.resolve([], before=before)
-        if not _frozen(saved, now):
-            return {}
-        for key in _differences(saved, now):
-            value, named = tree, ""
-            for part in key.split("."):
-                # A list or a mapping is kept as a whole, and so is a section that only one of them has.
-                if named in whole or not isinstance(value, dict) or part not in value:
-                    break
-                value, named = value[part], f"{named}.{part}".lstrip(".")
-            kept[named] = json.dumps(value, ensure_ascii=False)
-        words = [f"{key}={value}" for key, value in kept.items()]
+        while _frozen(saved, now):
+            found = len(kept)
+            for key in _differences(saved, now):
+                value, named = tree, ""
+                for part in key.split("."):
+                    # A list or a mapping is kept as a whole, and so is a section that only one of them has.
+                    if named in whole or not isinstance(value, dict) or part not in value:
+                        break
+                    value, named = value[part], f"{named}.{part}".lstrip(".")
+                kept[named] = json.dumps(value, ensure_ascii=False)
+            if len(kept) == found:
+                return {}
+            # What an objective or engine of another name hid may differ, too.
+            words = [f"{key}={value}" for key, value in kept.items()]
+            now = preset.resolve([], before=[*words, *before])
         preset.resolve(overrides, before=[*words, *before])
     except ConfigError:
         return {}

@@ -258,6 +258,12 @@ def _members(sweep: Sweep, preset: Preset, here: Machine) -> Iterator[Member]:
             try:
                 words = (*overrides, f"run.seed={seed}", shown_folder(path))
                 opening = open_folder(preset, words, fresh=False)
+                if opening.kept:
+                    # Runs that are compared are of one version of the preset.
+                    raise ConfigError(
+                        f"preset {preset.name} has another {', '.join(opening.kept)} than when this run began: name "
+                        f"another folder for the sweep with --out"
+                    )
                 if seed == sweep.seeds[0]:
                     placement, _ = check_host(opening.config, here)
                     gpus = placement.gpus

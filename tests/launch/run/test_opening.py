@@ -140,6 +140,32 @@ def test_a_stage_goes_on_with_what_it_began_with_where_its_shipped_preset_has_ch
     assert opening.kept == ("data.system_prompt", "data.train", "evaluate.limit")
 
 
+def test_a_stage_whose_folder_was_moved_keeps_no_path_to_where_it_was(here: Path) -> None:
+    stage = placed(load("miniature-sft-rl"), [])[1]
+    opening = open_folder(stage.preset, [], fresh=False)
+    opening.folder.make()
+    opening.folder.config.write_text(to_yaml(opening.config))
+    opening.folder.write_run({**opening.run, "preset_path": str(stage.preset.path)})
+    (here / "runs/miniature-sft-rl").rename(here / "moved")
+    stage = placed(load("miniature-sft-rl"), ["run.dir=moved"])[1]
+    with pytest.raises(
+        ConfigError, match=r"\(model\.path: 'runs/.*' -> 'moved/sft/model'\): leave"
+    ):
+        open_folder(stage.preset, [], fresh=False)
+
+
+def test_what_the_objective_of_a_changed_preset_hid_is_kept_too() -> None:
+    folder = start("learner.objective.name=sft", "run.steps=20", preset="miniature-sft")
+    saved = yaml.safe_load(folder.config.read_text())
+    saved["learner"]["objective"] = {"name": "rl_sft_loss", "advantage": "none", "clip_high": 0.3}
+    folder.config.write_text(yaml.safe_dump(saved))
+    folder.write_run({**folder.read_run(), "overrides": ["run.steps=20"]})
+    opening = again(preset="miniature-sft")
+    assert opening.kind is Kind.RESUMED
+    assert opening.changed == {}
+    assert opening.config.learner.objective.clip_high == 0.3
+
+
 def test_of_a_run_whose_shipped_preset_has_changed_only_what_was_asked_for_is_refused() -> None:
     saved_by_an_older_version(start())
     with pytest.raises(ConfigError, match=r"shaped it \(rollout\.group_size: 8 -> 4\): leave"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tandem.common.config import to_yaml
-from tandem.common.errors import DataError, HeldError
+from tandem.common.errors import ConfigError, DataError, HeldError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.cli import main
 from tandem.launch.host.folder_lock import supervisor_of
@@ -259,6 +259,30 @@ def test_another_sweep_in_the_folder_is_refused_and_more_seeds_are_not(here: Pat
     (here / "other" / "file").touch()
     with pytest.raises(DataError, match="other holds something other than a sweep"):
         plan(*WORDS, out="other")
+
+
+def test_runs_of_another_version_of_the_preset_are_not_compared_with_new_ones() -> None:
+    made = plan(*SFT, "learner.optimizer.lr=1e-3,3e-4")
+    made.out.mkdir(parents=True)
+    sweep.write(made)
+    begun = made.members[0]
+    begun.folder.make()
+    preset = load("miniature-sft")
+    opening = open_folder(preset, begun.words[2:], fresh=False)
+    saved = opening.config.model_dump(mode="json")
+    saved["data"]["system_prompt"] = "Think."
+    begun.folder.write_config(json.dumps(saved))
+    begun.folder.write_run(
+        {
+            **opening.run,
+            "preset_path": str(preset.path),
+            "overrides": list(opening.overrides),
+            "state": "stopped",
+        }
+    )
+    assert open_folder(preset, begun.words[2:], fresh=False).kept == ("data.system_prompt",)
+    with pytest.raises(ConfigError, match=r"has another data\.system_prompt .* --out"):
+        plan(*SFT, "learner.optimizer.lr=1e-3,3e-4")
 
 
 def test_the_examples_of_the_preset_for_sft_are_parts_of_one_another(here: Path) -> None:

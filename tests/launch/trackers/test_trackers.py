@@ -203,7 +203,15 @@ def test_what_a_server_lacks_is_sent_again_under_the_same_numbers(folder: RunFol
     go_back(follower, 6)
     assert follower.catch_up() == 1
     assert [(row, number) for row, number, _ in again.rows] == [(6, 4)]
-    # Records that a learner which was started again has cut off leave their numbers taken.
+    # A learner that was started again has cut the metrics back, and the evaluation comes later than it did.
+    folder.metrics.unlink()
+    write(folder, step(1), step(2), step(3), step(4), step(5), evaluation(0, 0.25))
+    write(folder, evaluation(2, 0.5), evaluation(4, 0.75))
+    follower = following(folder, moved := Recorder())
+    go_back(follower, 6)
+    assert follower.catch_up() == 2
+    assert [(row, number) for row, number, _ in moved.rows] == [(6, 5), (7, 4)]
+    # Records that are cut off altogether leave their numbers taken.
     folder.metrics.unlink()
     write(folder, step(1), step(5))
     follower = following(folder, last := Recorder())

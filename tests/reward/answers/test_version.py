@@ -14,7 +14,7 @@ from pathlib import Path
 from tandem.reward.answers import comparison
 from tandem.reward.reading import modes
 
-RECORDED = (11, "9999815570af931c")
+RECORDED = (11, "c7affa0e5f28c248")
 """The version, and the digest of what it reads and settles of the facts."""
 
 
