@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
-from ...common.config.groups import replays_own
+from ...common.config.groups import has_groups, replays_own
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, Problem, Verdict
 from ...replay.forms import Content, DataRow, RowError, read_rows
@@ -44,7 +44,7 @@ SHOWN_TASK = 400
 
 def trains_on_traces(config: Config) -> bool:
     """Whether a run trains on stored responses alone."""
-    return config.learner.source == "offline" and config.data.archive is None
+    return not has_groups(config)
 
 
 def needs_traces(config: Config) -> bool:

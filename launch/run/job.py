@@ -281,11 +281,7 @@ class Job:
         if self._command is not None:
             return self._command
         command = "offline" if self._config.learner.source == "offline" else "start"
-        preset = self._preset.name if self._preset.is_shipped else shown(self._preset.path)
-        words = [shown_tandem(), command, preset]
-        if self._folder.path != Path(f"runs/{self._preset.name}").absolute():
-            words.append(shown_folder(self._folder.path))
-        return shlex.join(words)
+        return command_again(self._preset, command, self._folder.path)
 
     def _finished(self, running: Running) -> int:
         from ..board.report import Drawing
@@ -329,3 +325,11 @@ class Job:
             self._say(f"next: {following}")
         # The run is over all the same, but no stage after it begins.
         return 128 + signal.SIGINT if drawing.interrupted else 0
+
+
+def command_again(preset: Preset, command: str, folder: Path) -> str:
+    """The command that goes on with a preset in a folder, as a shell in the working directory takes it."""
+    words = [shown_tandem(), command, preset.name if preset.is_shipped else shown(preset.path)]
+    if folder != Path(f"runs/{preset.name}").absolute():
+        words.append(shown_folder(folder))
+    return shlex.join(words)

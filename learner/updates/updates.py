@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...common.config import Config
 from ...common.config.checks.updates import STALE_RULES
-from ...common.config.groups import rows_of_group
+from ...common.config.groups import has_groups, rows_of_group
 from ...common.errors import ConfigError
 from ...common.objectives import OwnObjective
 from ...common.objectives.keys import Kl
@@ -137,8 +137,7 @@ def check_own(objective: Objective, config: Config) -> None:
     if refusal and not _has_own_loss(objective):
         raise ConfigError(f"{refusal} (its own settings are in learner.objective.params)")
     named = f"learner.objective.name={wanted.name}"
-    stored = config.learner.source == "offline" and config.data.archive is None
-    if isinstance(objective, Preference) and stored and not wanted.rejected:
+    if isinstance(objective, Preference) and not has_groups(config) and not wanted.rejected:
         raise ConfigError(
             f"{named} learns from worse responses too, and learner.objective.rejected=false leaves them out of the data: "
             f"set it to true, and start over with --fresh"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ...objectives import OwnObjective
 from ...objectives.keys import Clip, Kl, Weighed
+from ..groups import has_groups, is_online
 from ..tree import Config
 from .deepspeed import refusal
 
@@ -32,11 +33,7 @@ def _no_ratio(config: Config) -> str | None:
 
 def _fresh(config: Config) -> str | None:
     objective = config.learner.objective
-    if (
-        not objective.fresh_only
-        or config.learner.source != "ledger"
-        or not config.replay.max_staleness
-    ):
+    if not objective.fresh_only or not is_online(config) or not config.replay.max_staleness:
         return None
     return (
         f"learner.objective.name={objective.name} neither clips nor weights own tokens, so it needs fresh samples: set "
@@ -46,7 +43,7 @@ def _fresh(config: Config) -> str | None:
 
 def _unclipped(config: Config) -> str | None:
     objective, staleness = config.learner.objective, config.replay.max_staleness
-    if config.learner.source != "ledger" or not staleness or not isinstance(objective, Clip):
+    if not is_online(config) or not staleness or not isinstance(objective, Clip):
         return None
     # A correction bounds the weight of stale tokens by itself.
     if objective.clip_low or objective.clip_high or isinstance(objective, Weighed):
@@ -67,7 +64,7 @@ def _stop_kl(config: Config) -> str | None:
             f"learner.stop_kl={learner.stop_kl:g} leaves out updates after a step's first, and a step has "
             f"one: raise learner.update_epochs or learner.minibatches, or set learner.stop_kl=null"
         )
-    if learner.source == "offline" and config.data.archive is None:
+    if not has_groups(config):
         return (
             f"learner.stop_kl={learner.stop_kl:g} is measured on own tokens, and learner.source=offline has "
             f"only stored responses: set learner.stop_kl=null"

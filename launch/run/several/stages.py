@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +24,9 @@ from ....common.run_folder import RunFolder, read_stages, write_atomic
 from ...board.terminal import Terminal
 from ...host.folder_lock import FolderLock
 from ...host.preflight import check_critic, check_model, check_teacher
-from ...wording import shown, shown_folder, shown_tandem
+from ...wording import shown
 from .. import summary
-from ..job import run_job
+from ..job import command_again, run_job
 from ..opened.opening import Kind, Opening, free_name, open_folder, open_preset, open_run
 from ..opened.presets import Preset, over
 from ..opened.record import as_kept
@@ -362,7 +361,7 @@ def _run_stages(
         if any(opening.kind is not Kind.FINISHED for opening in openings):
             # If this command is killed before it sums them up, the next one must see that it has to.
             top.summary.unlink(missing_ok=True)
-        again = _again(preset, command, top)
+        again = command_again(preset, command, top.path)
         for place, stage in enumerate(stages):
             if openings[place].kind is Kind.FINISHED:
                 continue
@@ -514,15 +513,6 @@ def _move_aside(top: RunFolder, labels: Sequence[str], terminal: Terminal) -> No
         for lock in locks:
             lock.release()
     terminal.say(f"{shown(top.path)} is now {shown(aside)}")
-
-
-def _again(preset: Preset, command: str, top: RunFolder) -> str:
-    """The command that goes on, as a shell in the working directory takes it."""
-    named = preset.name if preset.is_shipped else shown(preset.path)
-    words = [shown_tandem(), command, named]
-    if top.path != Path(f"runs/{preset.name}").absolute():
-        words.append(shown_folder(top.path))
-    return shlex.join(words)
 
 
 def _sum_up(

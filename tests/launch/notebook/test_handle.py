@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from held_folder import held
 
 import tandem.launch
 from tandem.common.config import to_yaml, valid_keys
@@ -193,17 +194,6 @@ def test_stages_have_a_summary_while_all_of_them_are_finished(tmp_path: Path) ->
     assert Run(top.path).summary is None
 
 
-HOLDS = """
-import sys, time
-from tandem.common.run_folder import RunFolder
-from tandem.launch.host.folder_lock import FolderLock
-lock = FolderLock(RunFolder(sys.argv[1]))
-lock.take()
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
 @pytest.mark.parametrize("way", ["python", "named", "newest"])
 def test_stages_are_under_way_between_the_end_of_one_and_the_begin_of_the_next(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -214,27 +204,20 @@ def test_stages_are_under_way_between_the_end_of_one_and_the_begin_of_the_next(
     first.make()
     first.write_run({"state": "finished"})
     top.stages.write_text('{"stages": ["sft", "rl"]}')
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(top.path)], stdout=subprocess.PIPE
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            run = tandem.launch.open_run(top.path)
-            assert run.is_running
-            with pytest.raises(DeadlineError, match="goes on"):
-                run.wait(0.1)
-            # The first stage alone is over.
-            assert not tandem.launch.open_run(first.path).is_running
-            if way == "python":
-                run.stop(30)
-            else:
-                assert cli.main(["stop", *(["runs/mine"] if way == "named" else [])]) == 0
-                assert "stopped in" in capsys.readouterr().out
-            assert process.wait(30) == -signal.SIGTERM
-            assert not run.is_running
-        finally:
-            process.kill()
+    with held(top.path) as process:
+        run = tandem.launch.open_run(top.path)
+        assert run.is_running
+        with pytest.raises(DeadlineError, match="goes on"):
+            run.wait(0.1)
+        # The first stage alone is over.
+        assert not tandem.launch.open_run(first.path).is_running
+        if way == "python":
+            run.stop(30)
+        else:
+            assert cli.main(["stop", *(["runs/mine"] if way == "named" else [])]) == 0
+            assert "stopped in" in capsys.readouterr().out
+        assert process.wait(30) == -signal.SIGTERM
+        assert not run.is_running
 
 
 @pytest.mark.timeout(240)

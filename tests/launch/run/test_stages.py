@@ -14,7 +14,7 @@ from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import RunFolder, newest_stage
 from tandem.launch.board.terminal import Terminal
 from tandem.launch.cli import main
-from tandem.launch.run.job import Job
+from tandem.launch.run.job import Job, command_again
 from tandem.launch.run.opened.opening import Opening
 from tandem.launch.run.opened.presets import Preset, load
 from tandem.launch.run.running import Running
@@ -119,7 +119,7 @@ def test_the_folder_of_stages_is_read_as_every_setting_is(word: str, folder: str
 @pytest.mark.parametrize("folder", ["[mine]/x", "a: b", "1e3", "plain/ä"])
 def test_the_command_that_goes_on_names_the_same_folder(folder: str) -> None:
     preset = load("miniature-sft-rl")
-    again = stages._again(preset, "start", RunFolder(folder))
+    again = command_again(preset, "start", RunFolder(folder).path)
     assert folder_of(preset, shlex.split(again)[3:]) == Path(folder)
 
 

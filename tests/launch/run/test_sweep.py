@@ -7,11 +7,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from held_folder import held
 
 from tandem.common.config import to_yaml
 from tandem.common.errors import ConfigError, DataError, HeldError
@@ -298,16 +298,6 @@ def test_the_examples_of_the_preset_for_sft_are_parts_of_one_another(here: Path)
     assert chosen[1] != {f"expert/{row}#0" for row in range(16)}
 
 
-HOLDS = """
-import sys, time
-from tandem.common.run_folder import RunFolder
-from tandem.launch.host.folder_lock import FolderLock
-FolderLock(RunFolder(sys.argv[1])).take()
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
 class Heard:
     """What a sweep says, and what is done when it says something."""
 
@@ -324,25 +314,18 @@ def test_what_a_killed_sweep_has_left_ends_before_anything_is_started_beside_it(
     left.make()
     said: list[str] = []
     started: list[tuple[str, int | None]] = []
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(left.path)], stdout=subprocess.PIPE
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
+    with held(left.path) as process:
 
-            def hear(line: str) -> None:
-                said.append(line)
-                if line.startswith("waiting for the end of what an earlier start has left"):
-                    process.kill()
+        def hear(line: str) -> None:
+            said.append(line)
+            if line.startswith("waiting for the end of what an earlier start has left"):
+                process.kill()
 
-            def start(_: sweep_runs._Runs, member: sweep.Member) -> None:
-                started.append((member.name, supervisor_of(left)))
+        def start(_: sweep_runs._Runs, member: sweep.Member) -> None:
+            started.append((member.name, supervisor_of(left)))
 
-            monkeypatch.setattr(sweep_runs._Runs, "_start", start)
-            assert sweep_runs._Runs(made, 2, Heard(hear)).run() == 0
-        finally:
-            process.kill()
+        monkeypatch.setattr(sweep_runs._Runs, "_start", start)
+        assert sweep_runs._Runs(made, 2, Heard(hear)).run() == 0
     assert "for at most 300 s" in said[-1]
     assert f"{left.path.name} (process {process.pid})" in said[-1]
     assert f"`tandem stop runs/sweep-miniature-sft/{left.path.name}`" in said[-1]
@@ -358,18 +341,11 @@ def test_a_sweep_is_stopped_by_its_folder_and_a_second_one_names_another(
     command = ["stop", "runs/sweep-miniature-sft"]
     assert main(command) == 0
     assert "no `tandem sweep` on this host" in capsys.readouterr().out
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(made.out)], stdout=subprocess.PIPE
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            with pytest.raises(HeldError, match="or name another folder: --out DIR"):
-                sweep_runs.run_sweep(made, jobs=1)
-            assert main(command) == 0
-            assert process.wait(30) == -signal.SIGTERM
-        finally:
-            process.kill()
+    with held(made.out) as process:
+        with pytest.raises(HeldError, match="or name another folder: --out DIR"):
+            sweep_runs.run_sweep(made, jobs=1)
+        assert main(command) == 0
+        assert process.wait(30) == -signal.SIGTERM
     assert "the same `sweep` resumes" in capsys.readouterr().out
 
 
