@@ -19,7 +19,7 @@ import yaml
 
 from tandem.common.config.reading.loading import parse_override
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.run_folder import read_join
+from tandem.common.run_folder import read_join, write_private
 from tandem.launch.cli import dispatch
 from tandem.launch.cluster import slurm
 from tandem.launch.run.opened.presets import load
@@ -213,6 +213,7 @@ def test_what_makes_no_sense_is_refused(words: list[str], says: str):
 
 PROGRAM = """#!/bin/bash
 echo "$@" >> "$STAGE/called"
+[ "$1" = join ] && [ -n "$STAGE_JOINED" ] && exit "$STAGE_JOINED"
 trap 'echo told >> "$STAGE/told"; sleep 0.3; exit "$STAGE_DRAINED"' TERM
 touch "$STAGE/up"
 for ((i = 0; i < 600; i++)); do
@@ -221,6 +222,13 @@ for ((i = 0; i < 600; i++)); do
 done
 """
 SCONTROL = '#!/bin/bash\necho "$@" >> "$STAGE/asked"\n'
+SLEEP = """#!/bin/bash
+case $1 in
+2) touch "$STAGE/waits" ;;
+5) set -- 0.1 ;;
+esac
+exec /bin/sleep "$1"
+"""
 SRUN = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
 
 
@@ -228,10 +236,18 @@ class Staged:
     """A script that runs."""
 
     def __init__(
-        self, tmp_path: Path, file: str, drained: int, out: str = "out", *, joins: bool = True
+        self,
+        tmp_path: Path,
+        file: str,
+        drained: int,
+        out: str = "out",
+        *,
+        joins: bool = True,
+        joined: str = "",
+        starts: int = 0,
     ) -> None:
         self.here = tmp_path
-        programs = {"tandem-program": PROGRAM, "scontrol": SCONTROL, "srun": SRUN}
+        programs = {"tandem-program": PROGRAM, "scontrol": SCONTROL, "srun": SRUN, "sleep": SLEEP}
         for name, text in programs.items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
@@ -240,7 +256,7 @@ class Staged:
         script = tmp_path / out / file
         program = f"tandem=({tmp_path}/tandem-program)"
         script.write_text(re.sub(r"^tandem=\(.*\)$", program, script.read_text(), flags=re.M))
-        (tmp_path / "run").mkdir()
+        (tmp_path / "run").mkdir(exist_ok=True)
         if joins:
             self.join()
         self.process = subprocess.Popen(
@@ -249,18 +265,20 @@ class Staged:
                 "PATH": f"{tmp_path}:{os.environ['PATH']}",
                 "STAGE": str(tmp_path),
                 "STAGE_DRAINED": str(drained),
+                "STAGE_JOINED": joined,
                 "SLURM_JOB_ID": "7",
                 "SLURM_ARRAY_JOB_ID": "7",
                 "SLURM_ARRAY_TASK_ID": "2",
+                "SLURM_RESTART_COUNT": str(starts),
             },
             start_new_session=True,
         )
-        if joins:
+        if joins and not joined:
             self.until((tmp_path / "up").exists)
 
     def join(self) -> None:
         """What the head does once it has read its data."""
-        (self.here / "run" / "join.json").write_text("{}")
+        write_private(self.here / "run" / "join.json", "{}")
 
     def called(self) -> list[str]:
         """The command lines of the program."""
@@ -356,6 +374,27 @@ def test_workers_of_one_job_wait_for_as_long_as_its_head_reads_data(tmp_path: Pa
     assert [line.split()[0] for line in staged.called()] == ["start", "join"]
     assert staged.end(0) == 0
     assert staged.requeued == []
+
+
+def test_workers_of_one_job_wait_for_the_file_of_this_starts_head(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    write_private(tmp_path / "run" / "join.json", "{}")
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False)
+    staged.until((tmp_path / "up").exists)
+    staged.until(lambda: (tmp_path / "waits").exists() or len(staged.called()) > 1)
+    assert [line.split()[0] for line in staged.called()] == ["start"]
+    staged.join()
+    staged.until(lambda: len(staged.called()) == 2)
+    assert staged.end(0) == 0
+
+
+def test_workers_of_one_job_that_lose_its_head_join_again(tmp_path: Path):
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False, joined="75")
+    staged.until((tmp_path / "up").exists)
+    staged.join()
+    staged.until(lambda: len(staged.called()) >= 4)
+    assert {line.split()[0] for line in staged.called()[1:]} == {"join"}
+    assert staged.end(0) == 0
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(1, []), (75, ["requeue 7"])])
