@@ -19,9 +19,10 @@ import yaml
 
 from tandem.common.config.reading.loading import parse_override
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.run_folder import read_join, write_private
+from tandem.common.run_folder import RunFolder, read_join, write_private
 from tandem.launch.cli import dispatch
 from tandem.launch.cluster import slurm
+from tandem.launch.host.head_term import HeadTerm
 from tandem.launch.run.opened.presets import load
 
 BIN = Path(sys.executable).parent
@@ -362,6 +363,47 @@ def test_a_worker_whose_head_has_yet_to_read_its_data_is_requeued(tmp_path: Path
     staged = Staged(tmp_path, "rollout.sbatch", 0, joins=False)
     assert staged.process.wait(20) == 75
     assert staged.called() == []
+    assert staged.requeued == ["requeue 7_2"]
+
+
+def left(folder: Path, state: str, *, in_order: bool = True) -> None:
+    """A run's folder as a head leaves it."""
+    folder.mkdir()
+    run = RunFolder(folder)
+    run.write_run({"ingest": {"state": "finished"}, "state": state})
+    term = HeadTerm(run)
+    term.take()
+    (held,) = (folder / "head").glob("*.json")
+    content = held.read_text()
+    term.release()
+    if not in_order:
+        held.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("state", "starts", "code"),
+    [
+        ("finished", 0, 0),
+        ("stopped", 0, 75),
+        ("stopped", 24, 75),
+        ("failed", 23, 75),
+        ("failed", 24, 2),
+        ("running", 24, 75),
+    ],
+)
+def test_a_worker_that_cannot_reach_its_run_looks_what_has_become_of_it(
+    tmp_path: Path, state: str, starts: int, code: int
+):
+    left(tmp_path / "run", state)
+    staged = Staged(tmp_path, "rollout.sbatch", 0, joined="75", starts=starts)
+    assert staged.process.wait(20) == code
+    assert staged.requeued == (["requeue 7_2"] if code == 75 else [])
+
+
+def test_a_worker_waits_for_the_head_that_goes_on_with_a_finished_run(tmp_path: Path):
+    left(tmp_path / "run", "finished", in_order=False)
+    staged = Staged(tmp_path, "rollout.sbatch", 0, joined="75")
+    assert staged.process.wait(20) == 75
     assert staged.requeued == ["requeue 7_2"]
 
 
