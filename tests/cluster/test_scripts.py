@@ -407,6 +407,24 @@ def test_a_worker_waits_for_the_head_that_goes_on_with_a_finished_run(tmp_path: 
     assert staged.requeued == ["requeue 7_2"]
 
 
+@pytest.mark.parametrize(
+    ("state", "starts", "in_order", "code"),
+    [
+        ("stopped", 23, True, 75),
+        ("stopped", 24, True, 2),
+        ("finished", 0, True, 0),
+        ("running", 0, False, 2),
+    ],
+)
+def test_a_worker_that_is_refused_where_its_head_was_comes_again(
+    tmp_path: Path, state: str, starts: int, in_order: bool, code: int
+):
+    left(tmp_path / "run", state, in_order=in_order)
+    staged = Staged(tmp_path, "rollout.sbatch", 0, joined="2", starts=starts)
+    assert staged.process.wait(20) == code
+    assert staged.requeued == (["requeue 7_2"] if code == 75 else [])
+
+
 @pytest.mark.usefixtures("impatient")
 def test_workers_of_one_job_wait_for_as_long_as_its_head_reads_data(tmp_path: Path):
     staged = Staged(tmp_path, "gang.sbatch", 0, joins=False)
