@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -75,12 +76,18 @@ class Job:
 
 
 def label(name: str) -> str:
-    """A name as a DNS label of at most 32 characters.
+    """A name as a DNS label of at most 32 characters; a longer one ends with a digest of the whole, for names may differ
+    in their ends alone.
 
     >>> label("Qwen2.5_math")
     'qwen2-5-math'
+    >>> label("qwen2.5-math-7b-luffy-lr1e-6-seed1")
+    'qwen2-5-math-7b-luffy-lr1e-b41f'
     """
-    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32].strip("-")
+    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if len(found) > 32:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:4]
+        found = f"{found[:27].rstrip('-')}-{digest}"
     return found or "run"
 
 

@@ -62,7 +62,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
     kept = None if site.out is None else read_kept(site.out / SECRET, in_secret=True)
     join = new_join(config, host, kept)
     is_own = job.preset_text is not None
-    run = job.name.removeprefix("tandem-")
+    run = _run(job)
     # A key of a ConfigMap can't have every name that a file can.
     preset_file = f"{run}.yaml"
     preset = f"/etc/tandem/preset/{preset_file}" if is_own else job.preset
@@ -120,6 +120,11 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
 def notes(job: Job) -> list[str]:
     """What the user should know, a sentence each."""
     found = list(job.notes)
+    if any(word.startswith("run.dir=") for word in job.overrides):
+        found.append(
+            f"run.dir={job.config.run.dir} isn't used: the volume has the run's folder, /runs/{_run(job)}; --name NAME "
+            f"names another one"
+        )
     local = [job.config.model.path] if Path(resolve(job.config.model.path)).is_dir() else []
     local = [path for path in local if not path.startswith("miniature")]
     local += [source.path for source in job.config.data.train if Path(source.path).exists()]
@@ -138,6 +143,11 @@ def notes(job: Job) -> list[str]:
                 f"as {variable}"
             )
     return found
+
+
+def _run(job: Job) -> str:
+    """Name of the run's folder on the volume."""
+    return job.name.removeprefix("tandem-")
 
 
 def _literal(word: str) -> str:

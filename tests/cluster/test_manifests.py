@@ -335,6 +335,31 @@ def test_manifests_that_are_made_again_have_the_new_address_and_the_old_password
     assert join() == structs.replace(before, host=address[0], port=address[1])
 
 
+def test_long_names_that_differ_in_their_ends_alone_name_different_objects(tmp_path: Path):
+    names = [f"qwen2.5-math-7b-luffy-lr1e-6-seed{seed}" for seed in (1, 2)]
+    objects = [
+        {
+            one["metadata"]["name"]
+            for one in objects_of(made(tmp_path / name, ["miniature", "--name", name]))
+        }
+        for name in names
+    ]
+    assert objects[0].isdisjoint(objects[1])
+    # A service's name has 63 characters at most.
+    assert all(len(name) < 60 for name in objects[0])
+    again = objects_of(made(tmp_path / "again", ["miniature", "--name", names[0]]))
+    assert {one["metadata"]["name"] for one in again} == objects[0]
+
+
+def test_a_folder_that_is_named_in_vain_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made(tmp_path, ["miniature", "run.dir=runs/mine"])
+    assert "run.dir=runs/mine isn't used: the volume has the run's folder, /runs/miniature" in (
+        capsys.readouterr().err
+    )
+    made(tmp_path, ["miniature"])
+    assert "run.dir" not in capsys.readouterr().err
+
+
 def test_files_of_tls_that_are_here_have_to_be_put_where_pods_find_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
