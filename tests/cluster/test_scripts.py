@@ -214,6 +214,7 @@ def test_what_makes_no_sense_is_refused(words: list[str], says: str):
 
 PROGRAM = """#!/bin/bash
 echo "$@" >> "$STAGE/called"
+echo "$SRUN_CPUS_PER_TASK" >> "$STAGE/cpus"
 [ "$1" = join ] && [ -n "$STAGE_JOINED" ] && exit "$STAGE_JOINED"
 trap 'echo told >> "$STAGE/told"; sleep 0.3; exit "$STAGE_DRAINED"' TERM
 touch "$STAGE/up"
@@ -230,7 +231,13 @@ case $1 in
 esac
 exec /bin/sleep "$1"
 """
-SRUN = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do
+    [[ $1 == --cpus-per-task=* ]] && export SRUN_CPUS_PER_TASK=${1#*=}
+    shift
+done
+exec "$@"
+"""
 
 
 class Staged:
@@ -252,7 +259,7 @@ class Staged:
         for name, text in programs.items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
-        form = ["--hetjob"] if file == "gang.sbatch" else []
+        form = ["--hetjob", "--workers-per-node", "3"] if file == "gang.sbatch" else []
         scripts(tmp_path / out, f"run.dir={tmp_path}/run", *form)
         script = tmp_path / out / file
         program = f"tandem=({tmp_path}/tandem-program)"
@@ -270,6 +277,7 @@ class Staged:
                 "SLURM_JOB_ID": "7",
                 "SLURM_ARRAY_JOB_ID": "7",
                 "SLURM_ARRAY_TASK_ID": "2",
+                "SLURM_CPUS_PER_TASK": "16",
                 "SLURM_RESTART_COUNT": str(starts),
             },
             start_new_session=True,
@@ -466,6 +474,26 @@ def test_one_job_whose_head_ends_before_it_has_read_its_data_starts_no_workers(
     assert staged.end(code) == code
     assert [line.split()[0] for line in staged.called()] == ["start"]
     assert staged.requeued == requeued
+
+
+@pytest.mark.parametrize("file", ["head.sbatch", "rollout.sbatch"])
+def test_a_step_of_a_job_gets_its_cpus(tmp_path: Path, file: str):
+    # pyxis is a plug-in of srun, which asks for one CPU by itself.
+    staged = Staged(tmp_path, file, 0)
+    assert staged.end(0) == 0
+    assert (tmp_path / "cpus").read_text() == "16\n"
+
+
+def test_each_step_of_one_job_gets_the_cpus_of_its_part(tmp_path: Path):
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False)
+    staged.until((tmp_path / "up").exists)
+    staged.join()
+    staged.until(lambda: len(staged.called()) == 2)
+    assert staged.end(0) == 0
+    script = (tmp_path / "out" / "gang.sbatch").read_text()
+    asked_for = re.findall("^#SBATCH --cpus-per-task=(.*)$", script, re.MULTILINE)
+    assert len(set(asked_for)) == 2
+    assert (tmp_path / "cpus").read_text().split() == asked_for
 
 
 def test_only_the_jobs_own_variables_are_replaced_in_the_folder_of_logs(tmp_path: Path):
