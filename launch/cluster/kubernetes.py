@@ -5,12 +5,17 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from ...common.errors import ConfigError
 from ...common.models import resolve
 from .demand import Demand, Job
 from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
 from .rendering import Values, quoted, render
+
+if TYPE_CHECKING:
+    from ...common.config import RewardConfig
 
 MARGIN = 30.0
 """Seconds by which the grace of a pod is longer than its drain."""
@@ -87,6 +92,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "redis_port": ports[0],
         "last_port": ports[-1],
         "server_port": None if config.replay.redis_url is None else join.port,
+        "scorer_ports": _scorer_ports(config.reward),
         "drain": f"{drain:g}",
         "grace": int(drain + MARGIN),
         "storage": site.storage,
@@ -143,6 +149,15 @@ def notes(job: Job) -> list[str]:
                 f"as {variable}"
             )
     return found
+
+
+def _scorer_ports(reward: RewardConfig) -> str | None:
+    """The ports of a policy for the servers that components of the reward ask; None if HTTPS' is all that they need."""
+    from ...reward.components.scoring import Scorer
+
+    urls = [urlsplit(part.function.address.url) for part in Scorer(reward).remote]
+    ports = {url.port or (443 if url.scheme == "https" else 80) for url in urls} - {443}
+    return quoted([{"protocol": "TCP", "port": port} for port in sorted(ports)]) if ports else None
 
 
 def _run(job: Job) -> str:

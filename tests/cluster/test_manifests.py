@@ -360,6 +360,28 @@ def test_a_folder_that_is_named_in_vain_is_told(tmp_path: Path, capsys: pytest.C
     assert "run.dir" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("urls", "ports"),
+    [
+        ([], []),
+        (["https://judge.example/v1"], []),
+        (["http://judge.research.svc:8000", "http://scores"], [80, 8000]),
+    ],
+)
+def test_servers_that_the_reward_asks_can_be_reached(
+    tmp_path: Path, urls: list[str], ports: list[int]
+):
+    judges = [{"name": "judge", "params": {"url": url, "model": "m"}} for url in urls[:1]]
+    judges += [{"name": "classifier", "params": {"url": url}} for url in urls[1:]]
+    words = [f"reward.components={json.dumps([{'name': 'accuracy'}, *judges])}"] if urls else []
+    folder = made(tmp_path, ["miniature", *words])
+    (policy,) = yaml.safe_load_all((folder / "network.yaml").read_text())
+    assert schema_faults([policy]) == []
+    anywhere = [rule["ports"] for rule in policy["spec"]["egress"] if "to" not in rule]
+    opened = sorted(port["port"] for rule in anywhere for port in rule if port["protocol"] == "TCP")
+    assert opened == sorted([53, 443, *ports])
+
+
 def test_files_of_tls_that_are_here_have_to_be_put_where_pods_find_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
