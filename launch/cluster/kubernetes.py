@@ -166,8 +166,8 @@ def _run(job: Job) -> str:
 
 
 def _literal(word: str) -> str:
-    """A word in which Kubernetes replaces nothing."""
-    return word.replace("$(", "$$(")
+    """A word in which Kubernetes replaces nothing: it reads ``$(NAME)``, and ``$$`` as one ``$``."""
+    return word.replace("$", "$$")
 
 
 def _resources(kind: str, demand: Demand, count: int = 1) -> dict[str, str | int | None]:

@@ -382,6 +382,24 @@ def test_servers_that_the_reward_asks_can_be_reached(
     assert opened == sorted([53, 443, *ports])
 
 
+def as_kubernetes_starts(word: str, environment: dict[str, str]) -> str:
+    """A word of ``args`` as the container gets it."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else environment.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replaced, word)
+
+
+@pytest.mark.parametrize("prompt", ["In $$x$$, $(POD_IP) is $(x)$.", "$$(POD_IP)", "for 5$", "$$$"])
+def test_dollars_reach_the_run_as_they_were_given(tmp_path: Path, prompt: str):
+    folder = made(tmp_path, ["miniature", f"data.system_prompt={prompt}"])
+    args = _container(_kind(objects_of(folder), "StatefulSet"))["args"]
+    started = [as_kubernetes_starts(word, {"POD_IP": "10.1.2.3"}) for word in args]
+    assert f"data.system_prompt={prompt}" in started
+    assert "launch.bind=10.1.2.3" in started
+
+
 def test_files_of_tls_that_are_here_have_to_be_put_where_pods_find_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
