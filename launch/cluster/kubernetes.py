@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ...common.errors import ConfigError
-from ...common.models import resolve
-from .demand import Demand, Job
+from .demand import Demand, Job, notes_on_files
 from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
 from .rendering import Values, quoted, render
 
@@ -131,23 +130,12 @@ def notes(job: Job) -> list[str]:
             f"run.dir={job.config.run.dir} isn't used: the volume has the run's folder, /runs/{_run(job)}; --name NAME "
             f"names another one"
         )
-    local = [job.config.model.path] if Path(resolve(job.config.model.path)).is_dir() else []
-    local = [path for path in local if not path.startswith("miniature")]
-    local += [source.path for source in job.config.data.train if Path(source.path).exists()]
-    if local:
-        found.append(
-            f"{', '.join(dict.fromkeys(local))} is on this machine: put it into the image or on the volume, and name it "
-            f"by its path there"
-        )
-    from ...replay.reaching import VARIABLES
-
-    for name, variable in VARIABLES.items():
-        path = getattr(job.config.replay, f"redis_{name}")
-        if path and Path(path).expanduser().exists():
-            found.append(
-                f"{path} is on this machine: put it into the image, and its path there into the Secret {job.name}-env, "
-                f"as {variable}"
-            )
+    found += notes_on_files(
+        job.config,
+        copied="put it into the image or on the volume",
+        certificate="put it into the image",
+        environment=f"the Secret {job.name}-env",
+    )
     return found
 
 

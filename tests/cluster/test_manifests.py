@@ -413,6 +413,42 @@ def test_files_of_tls_that_are_here_have_to_be_put_where_pods_find_them(
     assert "client.pem" not in said
 
 
+@pytest.mark.parametrize(
+    ("engine", "way"),
+    [
+        (
+            "kubernetes",
+            ("put it into the image or on the volume", "the Secret tandem-miniature-env"),
+        ),
+        ("skypilot", ("copy it by file_mounts in task.yaml", "envs in task.yaml")),
+    ],
+)
+def test_files_that_are_here_alone_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    engine: str,
+    way: tuple[str, str],
+):
+    monkeypatch.setenv("TANDEM_BENCHMARKS", str(tmp_path / "benchmarks"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    # A known set that was fetched here is fetched there, too.
+    (tmp_path / "benchmarks" / "aime24").mkdir(parents=True)
+    for name in ("train.jsonl", "heldout.jsonl", "ca.pem"):
+        (tmp_path / name).touch()
+    train = [{"path": "~/train.jsonl"}, {"path": "/volume/more.jsonl"}]
+    evaluate = ["aime24", {"path": f"{tmp_path}/heldout.jsonl"}]
+    words = [f"data.train={json.dumps(train)}", f"data.evaluate={json.dumps(evaluate)}"]
+    words += ["replay.redis_url=rediss://redis.example", f"replay.redis_ca={tmp_path}/ca.pem"]
+    assert dispatch(["cluster", engine, "miniature", *words]) == 0
+    notes = [one for one in capsys.readouterr().err.splitlines() if "on this machine" in one]
+    here = ["~/train.jsonl", f"{tmp_path}/heldout.jsonl", f"{tmp_path}/ca.pem"]
+    told = [note.removeprefix("note: ").partition(" is on this machine: ") for note in notes]
+    assert [path for path, _, _ in told] == here
+    assert told[0][2].startswith(way[0])
+    assert notes[2].endswith(f"and its path there into {way[1]}, as TANDEM_REDIS_CA")
+
+
 def test_no_password_is_printed(capsys: pytest.CaptureFixture[str]):
     assert main(["cluster", "kubernetes", "miniature"]) == 0
     printed = capsys.readouterr().out
