@@ -84,7 +84,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "run": run,
         "command": site.command,
         "here": "DIR" if site.out is None else shlex.quote(str(site.out)),
-        "namespace": site.namespace,
+        "namespace": quoted(site.namespace),
         "image": quoted(site.image),
         "nodes": site.nodes,
         "others": hosts - 1,
@@ -94,9 +94,9 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "scorer_ports": _scorer_ports(config.reward),
         "drain": f"{drain:g}",
         "grace": int(drain + MARGIN),
-        "storage": site.storage,
+        "storage": quoted(site.storage),
         "access": "ReadWriteMany" if hosts > 1 else "ReadWriteOnce",
-        "storage_class": site.storage_class,
+        "storage_class": None if site.storage_class is None else quoted(site.storage_class),
         "head_args": quoted(head),
         "rollout_args": quoted(
             ["join", JOIN, "--role", "rollout", "--workers", str(site.workers), *members]

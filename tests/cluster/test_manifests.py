@@ -449,6 +449,18 @@ def test_files_that_are_here_alone_are_named(
     assert notes[2].endswith(f"and its path there into {way[1]}, as TANDEM_REDIS_CA")
 
 
+def test_names_that_yaml_could_take_for_numbers_stay_names(tmp_path: Path):
+    words = ["--namespace", "2024", "--storage-class", "1e3", "--storage", "100"]
+    folder = made(tmp_path, ["miniature", *words])
+    objects = objects_of(folder)
+    assert schema_faults(objects) == []
+    assert yaml.safe_load((folder / "kustomization.yaml").read_text())["namespace"] == "2024"
+    assert _kind(objects, "Pod")["metadata"]["namespace"] == "2024"
+    (claim,) = _kind(objects, "StatefulSet")["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["storageClassName"] == "1e3"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "100"
+
+
 def test_no_password_is_printed(capsys: pytest.CaptureFixture[str]):
     assert main(["cluster", "kubernetes", "miniature"]) == 0
     printed = capsys.readouterr().out
