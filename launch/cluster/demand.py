@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError
@@ -75,12 +77,18 @@ class Job:
 
 
 def label(name: str) -> str:
-    """A name as a DNS label of at most 32 characters.
+    """A name as a DNS label of at most 32 characters; a longer one ends with a digest of the whole, for names may differ
+    in their ends alone.
 
     >>> label("Qwen2.5_math")
     'qwen2-5-math'
+    >>> label("qwen2.5-math-7b-luffy-lr1e-6-seed1")
+    'qwen2-5-math-7b-luffy-lr1e-b41f'
     """
-    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32].strip("-")
+    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if len(found) > 32:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:4]
+        found = f"{found[:27].rstrip('-')}-{digest}"
     return found or "run"
 
 
@@ -136,6 +144,40 @@ def job_of(words: Iterable[str], name: str | None = None, *, binds: bool = True)
         demands=demands,
         notes=tuple(notes),
     )
+
+
+def notes_on_files(config: Config, *, copied: str, certificate: str, environment: str) -> list[str]:
+    """What is said of files that the config names and that this machine has, where others run it: a sentence each.
+
+    Args:
+        config: the run's.
+        copied: how data and models get there.
+        certificate: how the files of TLS do.
+        environment: where a variable is set that names one of these there.
+    """
+    from ...common.evaluation_sets import home
+    from ...common.models import SHIPPED
+    from ...replay.reaching import VARIABLES
+
+    critic = config.learner.critic
+    models = [config.model.path, config.learner.teacher, critic.model if critic else None]
+    paths = [path for path in models if path and path not in SHIPPED]
+    paths += [source.path for source in config.data.train]
+    # The run fetches known sets by itself that it doesn't find there.
+    known = {one.path: home() / one.name for one in config.data.evaluate}
+    paths += [path for path, fetched in known.items() if Path(path) != fetched]
+    found = [
+        f"{path} is on this machine: {copied}, and name it by its path there"
+        for path in dict.fromkeys(paths)
+        if Path(path).expanduser().exists()
+    ]
+    for name, variable in VARIABLES.items():
+        path = getattr(config.replay, f"redis_{name}")
+        if path and Path(path).expanduser().exists():
+            found.append(
+                f"{path} is on this machine: {certificate}, and its path there into {environment}, as {variable}"
+            )
+    return found
 
 
 def _text(tree: Mapping[str, Any], run_dir: str) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from ...common.errors import ConfigError
-from ...common.models import resolve
-from .demand import Demand, Job
+from .demand import Demand, Job, notes_on_files
 from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
 from .rendering import Values, quoted, render
+
+if TYPE_CHECKING:
+    from ...common.config import RewardConfig
 
 MARGIN = 30.0
 """Seconds by which the grace of a pod is longer than its drain."""
@@ -62,7 +66,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
     kept = None if site.out is None else read_kept(site.out / SECRET, in_secret=True)
     join = new_join(config, host, kept)
     is_own = job.preset_text is not None
-    run = job.name.removeprefix("tandem-")
+    run = _run(job)
     # A key of a ConfigMap can't have every name that a file can.
     preset_file = f"{run}.yaml"
     preset = f"/etc/tandem/preset/{preset_file}" if is_own else job.preset
@@ -80,18 +84,19 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "run": run,
         "command": site.command,
         "here": "DIR" if site.out is None else shlex.quote(str(site.out)),
-        "namespace": site.namespace,
+        "namespace": quoted(site.namespace),
         "image": quoted(site.image),
         "nodes": site.nodes,
         "others": hosts - 1,
         "redis_port": ports[0],
         "last_port": ports[-1],
         "server_port": None if config.replay.redis_url is None else join.port,
+        "scorer_ports": _scorer_ports(config.reward),
         "drain": f"{drain:g}",
         "grace": int(drain + MARGIN),
-        "storage": site.storage,
+        "storage": quoted(site.storage),
         "access": "ReadWriteMany" if hosts > 1 else "ReadWriteOnce",
-        "storage_class": site.storage_class,
+        "storage_class": None if site.storage_class is None else quoted(site.storage_class),
         "head_args": quoted(head),
         "rollout_args": quoted(
             ["join", JOIN, "--role", "rollout", "--workers", str(site.workers), *members]
@@ -120,29 +125,37 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
 def notes(job: Job) -> list[str]:
     """What the user should know, a sentence each."""
     found = list(job.notes)
-    local = [job.config.model.path] if Path(resolve(job.config.model.path)).is_dir() else []
-    local = [path for path in local if not path.startswith("miniature")]
-    local += [source.path for source in job.config.data.train if Path(source.path).exists()]
-    if local:
+    if any(word.startswith("run.dir=") for word in job.overrides):
         found.append(
-            f"{', '.join(dict.fromkeys(local))} is on this machine: put it into the image or on the volume, and name it "
-            f"by its path there"
+            f"run.dir={job.config.run.dir} isn't used: the volume has the run's folder, /runs/{_run(job)}; --name NAME "
+            f"names another one"
         )
-    from ...replay.reaching import VARIABLES
-
-    for name, variable in VARIABLES.items():
-        path = getattr(job.config.replay, f"redis_{name}")
-        if path and Path(path).expanduser().exists():
-            found.append(
-                f"{path} is on this machine: put it into the image, and its path there into the Secret {job.name}-env, "
-                f"as {variable}"
-            )
+    found += notes_on_files(
+        job.config,
+        copied="put it into the image or on the volume",
+        certificate="put it into the image",
+        environment=f"the Secret {job.name}-env",
+    )
     return found
 
 
+def _scorer_ports(reward: RewardConfig) -> str | None:
+    """The ports of a policy for the servers that components of the reward ask; None if HTTPS' is all that they need."""
+    from ...reward.components.scoring import Scorer
+
+    urls = [urlsplit(part.function.address.url) for part in Scorer(reward).remote]
+    ports = {url.port or (443 if url.scheme == "https" else 80) for url in urls} - {443}
+    return quoted([{"protocol": "TCP", "port": port} for port in sorted(ports)]) if ports else None
+
+
+def _run(job: Job) -> str:
+    """Name of the run's folder on the volume."""
+    return job.name.removeprefix("tandem-")
+
+
 def _literal(word: str) -> str:
-    """A word in which Kubernetes replaces nothing."""
-    return word.replace("$(", "$$(")
+    """A word in which Kubernetes replaces nothing: it reads ``$(NAME)``, and ``$$`` as one ``$``."""
+    return word.replace("$", "$$")
 
 
 def _resources(kind: str, demand: Demand, count: int = 1) -> dict[str, str | int | None]:

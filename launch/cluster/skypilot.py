@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import ConfigError
-from .demand import PRESET, Job
+from .demand import PRESET, Job, notes_on_files
 from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
 from .rendering import Values, quoted, render
 
@@ -85,3 +85,17 @@ def task(job: Job, site: Site) -> dict[str, str]:
     kept = None if site.out is None else read_kept(site.out / JOIN, in_secret=False)
     # The address of a head that has the run's Redis is known when it runs: `tandem join-file --from` puts it in.
     return {**made, JOIN: text_of(new_join(config, "127.0.0.1", kept))}
+
+
+def notes(job: Job) -> list[str]:
+    """What the user should know, a sentence each."""
+    copied = "copy it by file_mounts in task.yaml"
+    return [
+        *job.notes,
+        *notes_on_files(
+            job.config,
+            copied=f"{copied}, unless it is in the working directory and git doesn't ignore it",
+            certificate=copied,
+            environment="envs in task.yaml",
+        ),
+    ]

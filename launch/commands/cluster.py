@@ -177,6 +177,7 @@ def _made(
             ),
         )
         lines = [f"sky launch {shlex.quote(str(out))}/task.yaml"]
+        notes = skypilot.notes(job)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return made, lines

@@ -335,6 +335,71 @@ def test_manifests_that_are_made_again_have_the_new_address_and_the_old_password
     assert join() == structs.replace(before, host=address[0], port=address[1])
 
 
+def test_long_names_that_differ_in_their_ends_alone_name_different_objects(tmp_path: Path):
+    names = [f"qwen2.5-math-7b-luffy-lr1e-6-seed{seed}" for seed in (1, 2)]
+    objects = [
+        {
+            one["metadata"]["name"]
+            for one in objects_of(made(tmp_path / name, ["miniature", "--name", name]))
+        }
+        for name in names
+    ]
+    assert objects[0].isdisjoint(objects[1])
+    # A service's name has 63 characters at most.
+    assert all(len(name) < 60 for name in objects[0])
+    again = objects_of(made(tmp_path / "again", ["miniature", "--name", names[0]]))
+    assert {one["metadata"]["name"] for one in again} == objects[0]
+
+
+def test_a_folder_that_is_named_in_vain_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    made(tmp_path, ["miniature", "run.dir=runs/mine"])
+    assert "run.dir=runs/mine isn't used: the volume has the run's folder, /runs/miniature" in (
+        capsys.readouterr().err
+    )
+    made(tmp_path, ["miniature"])
+    assert "run.dir" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("urls", "ports"),
+    [
+        ([], []),
+        (["https://judge.example/v1"], []),
+        (["http://judge.research.svc:8000", "http://scores"], [80, 8000]),
+    ],
+)
+def test_servers_that_the_reward_asks_can_be_reached(
+    tmp_path: Path, urls: list[str], ports: list[int]
+):
+    judges = [{"name": "judge", "params": {"url": url, "model": "m"}} for url in urls[:1]]
+    judges += [{"name": "classifier", "params": {"url": url}} for url in urls[1:]]
+    words = [f"reward.components={json.dumps([{'name': 'accuracy'}, *judges])}"] if urls else []
+    folder = made(tmp_path, ["miniature", *words])
+    (policy,) = yaml.safe_load_all((folder / "network.yaml").read_text())
+    assert schema_faults([policy]) == []
+    anywhere = [rule["ports"] for rule in policy["spec"]["egress"] if "to" not in rule]
+    opened = sorted(port["port"] for rule in anywhere for port in rule if port["protocol"] == "TCP")
+    assert opened == sorted([53, 443, *ports])
+
+
+def as_kubernetes_starts(word: str, environment: dict[str, str]) -> str:
+    """A word of ``args`` as the container gets it."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else environment.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replaced, word)
+
+
+@pytest.mark.parametrize("prompt", ["In $$x$$, $(POD_IP) is $(x)$.", "$$(POD_IP)", "for 5$", "$$$"])
+def test_dollars_reach_the_run_as_they_were_given(tmp_path: Path, prompt: str):
+    folder = made(tmp_path, ["miniature", f"data.system_prompt={prompt}"])
+    args = _container(_kind(objects_of(folder), "StatefulSet"))["args"]
+    started = [as_kubernetes_starts(word, {"POD_IP": "10.1.2.3"}) for word in args]
+    assert f"data.system_prompt={prompt}" in started
+    assert "launch.bind=10.1.2.3" in started
+
+
 def test_files_of_tls_that_are_here_have_to_be_put_where_pods_find_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -346,6 +411,54 @@ def test_files_of_tls_that_are_here_have_to_be_put_where_pods_find_them(
     assert f"{tmp_path}/ca.pem is on this machine" in said
     assert "the Secret tandem-miniature-env, as TANDEM_REDIS_CA" in said
     assert "client.pem" not in said
+
+
+@pytest.mark.parametrize(
+    ("engine", "way"),
+    [
+        (
+            "kubernetes",
+            ("put it into the image or on the volume", "the Secret tandem-miniature-env"),
+        ),
+        ("skypilot", ("copy it by file_mounts in task.yaml", "envs in task.yaml")),
+    ],
+)
+def test_files_that_are_here_alone_are_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    engine: str,
+    way: tuple[str, str],
+):
+    monkeypatch.setenv("TANDEM_BENCHMARKS", str(tmp_path / "benchmarks"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    # A known set that was fetched here is fetched there, too.
+    (tmp_path / "benchmarks" / "aime24").mkdir(parents=True)
+    for name in ("train.jsonl", "heldout.jsonl", "ca.pem"):
+        (tmp_path / name).touch()
+    train = [{"path": "~/train.jsonl"}, {"path": "/volume/more.jsonl"}]
+    evaluate = ["aime24", {"path": f"{tmp_path}/heldout.jsonl"}]
+    words = [f"data.train={json.dumps(train)}", f"data.evaluate={json.dumps(evaluate)}"]
+    words += ["replay.redis_url=rediss://redis.example", f"replay.redis_ca={tmp_path}/ca.pem"]
+    assert dispatch(["cluster", engine, "miniature", *words]) == 0
+    notes = [one for one in capsys.readouterr().err.splitlines() if "on this machine" in one]
+    here = ["~/train.jsonl", f"{tmp_path}/heldout.jsonl", f"{tmp_path}/ca.pem"]
+    told = [note.removeprefix("note: ").partition(" is on this machine: ") for note in notes]
+    assert [path for path, _, _ in told] == here
+    assert told[0][2].startswith(way[0])
+    assert notes[2].endswith(f"and its path there into {way[1]}, as TANDEM_REDIS_CA")
+
+
+def test_names_that_yaml_could_take_for_numbers_stay_names(tmp_path: Path):
+    words = ["--namespace", "2024", "--storage-class", "1e3", "--storage", "100"]
+    folder = made(tmp_path, ["miniature", *words])
+    objects = objects_of(folder)
+    assert schema_faults(objects) == []
+    assert yaml.safe_load((folder / "kustomization.yaml").read_text())["namespace"] == "2024"
+    assert _kind(objects, "Pod")["metadata"]["namespace"] == "2024"
+    (claim,) = _kind(objects, "StatefulSet")["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["storageClassName"] == "1e3"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "100"
 
 
 def test_no_password_is_printed(capsys: pytest.CaptureFixture[str]):

@@ -19,9 +19,10 @@ import yaml
 
 from tandem.common.config.reading.loading import parse_override
 from tandem.common.errors import ConfigError, DataError
-from tandem.common.run_folder import read_join
+from tandem.common.run_folder import RunFolder, read_join, write_private
 from tandem.launch.cli import dispatch
 from tandem.launch.cluster import slurm
+from tandem.launch.host.head_term import HeadTerm
 from tandem.launch.run.opened.presets import load
 
 BIN = Path(sys.executable).parent
@@ -213,6 +214,8 @@ def test_what_makes_no_sense_is_refused(words: list[str], says: str):
 
 PROGRAM = """#!/bin/bash
 echo "$@" >> "$STAGE/called"
+echo "$SRUN_CPUS_PER_TASK" >> "$STAGE/cpus"
+[ "$1" = join ] && [ -n "$STAGE_JOINED" ] && exit "$STAGE_JOINED"
 trap 'echo told >> "$STAGE/told"; sleep 0.3; exit "$STAGE_DRAINED"' TERM
 touch "$STAGE/up"
 for ((i = 0; i < 600; i++)); do
@@ -221,26 +224,47 @@ for ((i = 0; i < 600; i++)); do
 done
 """
 SCONTROL = '#!/bin/bash\necho "$@" >> "$STAGE/asked"\n'
-SRUN = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
+SLEEP = """#!/bin/bash
+case $1 in
+2) touch "$STAGE/waits" ;;
+5) set -- 0.1 ;;
+esac
+exec /bin/sleep "$1"
+"""
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do
+    [[ $1 == --cpus-per-task=* ]] && export SRUN_CPUS_PER_TASK=${1#*=}
+    shift
+done
+exec "$@"
+"""
 
 
 class Staged:
     """A script that runs."""
 
     def __init__(
-        self, tmp_path: Path, file: str, drained: int, out: str = "out", *, joins: bool = True
+        self,
+        tmp_path: Path,
+        file: str,
+        drained: int,
+        out: str = "out",
+        *,
+        joins: bool = True,
+        joined: str = "",
+        starts: int = 0,
     ) -> None:
         self.here = tmp_path
-        programs = {"tandem-program": PROGRAM, "scontrol": SCONTROL, "srun": SRUN}
+        programs = {"tandem-program": PROGRAM, "scontrol": SCONTROL, "srun": SRUN, "sleep": SLEEP}
         for name, text in programs.items():
             (tmp_path / name).write_text(text)
             (tmp_path / name).chmod(0o755)
-        form = ["--hetjob"] if file == "gang.sbatch" else []
+        form = ["--hetjob", "--workers-per-node", "3"] if file == "gang.sbatch" else []
         scripts(tmp_path / out, f"run.dir={tmp_path}/run", *form)
         script = tmp_path / out / file
         program = f"tandem=({tmp_path}/tandem-program)"
         script.write_text(re.sub(r"^tandem=\(.*\)$", program, script.read_text(), flags=re.M))
-        (tmp_path / "run").mkdir()
+        (tmp_path / "run").mkdir(exist_ok=True)
         if joins:
             self.join()
         self.process = subprocess.Popen(
@@ -249,18 +273,21 @@ class Staged:
                 "PATH": f"{tmp_path}:{os.environ['PATH']}",
                 "STAGE": str(tmp_path),
                 "STAGE_DRAINED": str(drained),
+                "STAGE_JOINED": joined,
                 "SLURM_JOB_ID": "7",
                 "SLURM_ARRAY_JOB_ID": "7",
                 "SLURM_ARRAY_TASK_ID": "2",
+                "SLURM_CPUS_PER_TASK": "16",
+                "SLURM_RESTART_COUNT": str(starts),
             },
             start_new_session=True,
         )
-        if joins:
+        if joins and not joined:
             self.until((tmp_path / "up").exists)
 
     def join(self) -> None:
         """What the head does once it has read its data."""
-        (self.here / "run" / "join.json").write_text("{}")
+        write_private(self.here / "run" / "join.json", "{}")
 
     def called(self) -> list[str]:
         """The command lines of the program."""
@@ -347,6 +374,65 @@ def test_a_worker_whose_head_has_yet_to_read_its_data_is_requeued(tmp_path: Path
     assert staged.requeued == ["requeue 7_2"]
 
 
+def left(folder: Path, state: str, *, in_order: bool = True) -> None:
+    """A run's folder as a head leaves it."""
+    folder.mkdir()
+    run = RunFolder(folder)
+    run.write_run({"ingest": {"state": "finished"}, "state": state})
+    term = HeadTerm(run)
+    term.take()
+    (held,) = (folder / "head").glob("*.json")
+    content = held.read_text()
+    term.release()
+    if not in_order:
+        held.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("state", "starts", "code"),
+    [
+        ("finished", 0, 0),
+        ("stopped", 0, 75),
+        ("stopped", 24, 75),
+        ("failed", 23, 75),
+        ("failed", 24, 2),
+        ("running", 24, 75),
+    ],
+)
+def test_a_worker_that_cannot_reach_its_run_looks_what_has_become_of_it(
+    tmp_path: Path, state: str, starts: int, code: int
+):
+    left(tmp_path / "run", state)
+    staged = Staged(tmp_path, "rollout.sbatch", 0, joined="75", starts=starts)
+    assert staged.process.wait(20) == code
+    assert staged.requeued == (["requeue 7_2"] if code == 75 else [])
+
+
+def test_a_worker_waits_for_the_head_that_goes_on_with_a_finished_run(tmp_path: Path):
+    left(tmp_path / "run", "finished", in_order=False)
+    staged = Staged(tmp_path, "rollout.sbatch", 0, joined="75")
+    assert staged.process.wait(20) == 75
+    assert staged.requeued == ["requeue 7_2"]
+
+
+@pytest.mark.parametrize(
+    ("state", "starts", "in_order", "code"),
+    [
+        ("stopped", 23, True, 75),
+        ("stopped", 24, True, 2),
+        ("finished", 0, True, 0),
+        ("running", 0, False, 2),
+    ],
+)
+def test_a_worker_that_is_refused_where_its_head_was_comes_again(
+    tmp_path: Path, state: str, starts: int, in_order: bool, code: int
+):
+    left(tmp_path / "run", state, in_order=in_order)
+    staged = Staged(tmp_path, "rollout.sbatch", 0, joined="2", starts=starts)
+    assert staged.process.wait(20) == code
+    assert staged.requeued == (["requeue 7_2"] if code == 75 else [])
+
+
 @pytest.mark.usefixtures("impatient")
 def test_workers_of_one_job_wait_for_as_long_as_its_head_reads_data(tmp_path: Path):
     staged = Staged(tmp_path, "gang.sbatch", 0, joins=False)
@@ -358,6 +444,27 @@ def test_workers_of_one_job_wait_for_as_long_as_its_head_reads_data(tmp_path: Pa
     assert staged.requeued == []
 
 
+def test_workers_of_one_job_wait_for_the_file_of_this_starts_head(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    write_private(tmp_path / "run" / "join.json", "{}")
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False)
+    staged.until((tmp_path / "up").exists)
+    staged.until(lambda: (tmp_path / "waits").exists() or len(staged.called()) > 1)
+    assert [line.split()[0] for line in staged.called()] == ["start"]
+    staged.join()
+    staged.until(lambda: len(staged.called()) == 2)
+    assert staged.end(0) == 0
+
+
+def test_workers_of_one_job_that_lose_its_head_join_again(tmp_path: Path):
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False, joined="75")
+    staged.until((tmp_path / "up").exists)
+    staged.join()
+    staged.until(lambda: len(staged.called()) >= 4)
+    assert {line.split()[0] for line in staged.called()[1:]} == {"join"}
+    assert staged.end(0) == 0
+
+
 @pytest.mark.parametrize(("code", "requeued"), [(1, []), (75, ["requeue 7"])])
 def test_one_job_whose_head_ends_before_it_has_read_its_data_starts_no_workers(
     tmp_path: Path, code: int, requeued: list[str]
@@ -367,6 +474,26 @@ def test_one_job_whose_head_ends_before_it_has_read_its_data_starts_no_workers(
     assert staged.end(code) == code
     assert [line.split()[0] for line in staged.called()] == ["start"]
     assert staged.requeued == requeued
+
+
+@pytest.mark.parametrize("file", ["head.sbatch", "rollout.sbatch"])
+def test_a_step_of_a_job_gets_its_cpus(tmp_path: Path, file: str):
+    # pyxis is a plug-in of srun, which asks for one CPU by itself.
+    staged = Staged(tmp_path, file, 0)
+    assert staged.end(0) == 0
+    assert (tmp_path / "cpus").read_text() == "16\n"
+
+
+def test_each_step_of_one_job_gets_the_cpus_of_its_part(tmp_path: Path):
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False)
+    staged.until((tmp_path / "up").exists)
+    staged.join()
+    staged.until(lambda: len(staged.called()) == 2)
+    assert staged.end(0) == 0
+    script = (tmp_path / "out" / "gang.sbatch").read_text()
+    asked_for = re.findall("^#SBATCH --cpus-per-task=(.*)$", script, re.MULTILINE)
+    assert len(set(asked_for)) == 2
+    assert (tmp_path / "cpus").read_text().split() == asked_for
 
 
 def test_only_the_jobs_own_variables_are_replaced_in_the_folder_of_logs(tmp_path: Path):
