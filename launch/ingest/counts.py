@@ -20,8 +20,8 @@ class SourceCounts:
     traces: int = 0
     """Traces that were accepted."""
     bad_rows: LeftOut = field(default_factory=LeftOut)
-    """Rows left out because they can't be used: malformed, without a gold answer that the reward needs, or
-    with one that the grader can't read."""
+    """Rows left out because they can't be used: malformed, with a prompt that the template refuses, without a gold
+    answer that the reward needs, or with one that the grader can't read."""
     long_prompts: int = 0
     """Rows left out because the prompt is over ``data.max_prompt_tokens``."""
     long_traces: int = 0

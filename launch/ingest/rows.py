@@ -331,9 +331,8 @@ class SourceReader:
                 shown.append(draft)
                 continue
             short.append(draft)
-        texts = self._texts([draft.row for draft in short])
-        for draft, text in zip(short, texts, strict=True):
-            draft.text = text
+        short = self._with_texts(short, counts)
+        texts = [draft.text for draft in short]
         encoded = encoder.submit(prompts.encode_prompts, self._tokenizer, texts, data)
         return _Rendered(short=short, shown=shown, encoded=encoded)
 
@@ -343,9 +342,9 @@ class SourceReader:
         kept = []
         for draft, tokens in zip(rendered.short, rendered.encoded.result(), strict=True):
             if len(tokens) == 0:
-                raise DataError(
-                    f"{draft.row.place}: the prompt has no tokens after rendering: {draft.text[:80]!r}"
-                )
+                what = f"the prompt has no tokens after rendering: {draft.text[:80]!r}"
+                self._leave_out(draft, counts, "prompts without a token", what)
+                continue
             draft.tokens = tokens
             if len(tokens) > data.max_prompt_tokens:
                 self._long_prompt(draft, f"{len(tokens):,} tokens", counts)
@@ -353,30 +352,36 @@ class SourceReader:
                 kept.append(draft)
         return sorted(rendered.shown + kept, key=lambda draft: draft.row.number)
 
-    def _texts(self, rows: Sequence[DataRow]) -> list[str]:
-        """The rendered prompts of some rows."""
+    def _with_texts(self, drafts: list[_Draft], counts: SourceCounts) -> list[_Draft]:
+        """Renders prompts; leaves out the rows that the template refuses."""
         asked = [
-            [{"role": m.role, "content": m.content} for m in row.content.prompt] for row in rows
+            [{"role": m.role, "content": m.content} for m in draft.row.content.prompt]
+            for draft in drafts
         ]
-        try:
-            if any(row.content.tools for row in rows):
-                return [self._text(*one) for one in zip(rows, asked, strict=True)]
-            return prompts.render_texts(self._tokenizer, asked, self._config.data)
-        except Exception:  # noqa: BLE001 - one of them can't be rendered: which one, and why?
-            return [self._text(*one) for one in zip(rows, asked, strict=True)]
-
-    def _text(self, row: DataRow, messages: Sequence[Mapping[str, str]]) -> str:
-        try:
-            return prompts.render_text(
-                self._tokenizer, messages, self._config.data, row.content.tools
-            )
-        except DataError as error:
-            raise DataError(f"{row.place}: {error}") from None
-        except Exception as error:  # noqa: BLE001 - a chat template may raise anything
-            raise DataError(
-                f"{row.place}: the model's chat template refused the prompt: "
-                f"{' '.join(str(error).split())[:200]}"
-            ) from None
+        if not any(draft.row.content.tools for draft in drafts):
+            try:
+                texts = prompts.render_texts(self._tokenizer, asked, self._config.data)
+            except Exception:  # noqa: BLE001 - one of them can't be rendered: which one, and why?
+                pass
+            else:
+                for draft, text in zip(drafts, texts, strict=True):
+                    draft.text = text
+                return drafts
+        kept = []
+        for draft, messages in zip(drafts, asked, strict=True):
+            tools = draft.row.content.tools
+            try:
+                draft.text = prompts.render_text(
+                    self._tokenizer, messages, self._config.data, tools
+                )
+            except Exception as error:  # noqa: BLE001 - a chat template may raise anything
+                said = " ".join(str(error).split())[:200]
+                if not isinstance(error, DataError):
+                    said = f"the model's chat template refused the prompt: {said}"
+                self._leave_out(draft, counts, "prompts that the template refuses", said)
+            else:
+                kept.append(draft)
+        return kept
 
     def _long_prompt(self, draft: _Draft, length: str, counts: SourceCounts) -> None:
         data = self._config.data

@@ -904,6 +904,61 @@ def test_without_a_gold_answer_a_response_is_taken_as_right_offline_only(made: P
         prepared("data.train=[{path: d/own.jsonl, limit: 1}]", "data.bad_rows=refuse")
 
 
+def said(*roles: str) -> dict[str, Any]:
+    """A conversation of one sum a message, which ends with an answer."""
+    return {"messages": [{"role": role, "content": "1+2=?<think>"} for role in roles]}
+
+
+REFUSING = (
+    "{% for one in messages %}{% if (one.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate, from user on') }}{% endif %}{{ one.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", ["own", "alpaca"])
+def test_a_row_whose_prompt_the_template_refuses_is_left_out_and_counted(
+    made: Path, here: Path, template: str
+) -> None:
+    shutil.copytree(resolve("miniature"), here / "model")
+    (here / "model" / "chat_template.jinja").write_text(REFUSING)
+    own_rows(
+        made,
+        said("user", "assistant"),
+        said("assistant", "user", "assistant"),
+        said("user", "user", "assistant"),
+        said("system", "user", "user", "assistant"),
+        said("user", "assistant"),
+    )
+    model = ("model.path=model", f"data.template={template}", "data.max_prompt_tokens=200")
+    found = offline("sft", *model)
+    assert [problem.problem_id for problem in found.problems] == ["own/0", "own/4"]
+    bad = found.counts["own"].bad_rows
+    assert bad.counts == {"prompts that the template refuses": 3}
+    why = {
+        "own": "the model's chat template refused the prompt: roles must alternate",
+        "alpaca": "data.template=alpaca holds one question, and the prompt has 2 messages",
+    }[template]
+    assert f"own.jsonl row 1: {why}" in bad.first["prompts that the template refuses"]
+    with pytest.raises(DataError, match=rf"own\.jsonl row 1: {why}.* set data\.bad_rows=leave_out"):
+        offline("sft", *model, "data.bad_rows=refuse")
+    # Where no row is left, the refusal says why.
+    own_rows(made, said("user", "user", "assistant"))
+    with pytest.raises(DataError, match=rf"not one of its rows can be used .*row 0: {why}"):
+        offline("sft", *model)
+
+
+def test_a_row_whose_prompt_has_no_token_is_left_out_and_counted(made: Path, here: Path) -> None:
+    shutil.copytree(resolve("miniature"), here / "model")
+    only_sums = "{% if '+' in messages[0].content %}{{ messages[0].content }}{% endif %}"
+    (here / "model" / "chat_template.jinja").write_text(only_sums)
+    own_rows(made, {"prompt": "7", "response": "7"}, {"prompt": "1+2=?", "response": "3"})
+    found = offline("sft", "model.path=model")
+    assert [problem.problem_id for problem in found.problems] == ["own/1"]
+    assert found.counts["own"].bad_rows.counts == {"prompts without a token": 1}
+    with pytest.raises(DataError, match=r"row 0: the prompt has no tokens after rendering"):
+        offline("sft", "model.path=model", "data.bad_rows=refuse")
+
+
 def test_an_objective_of_pairs_needs_some(made: Path) -> None:
     own_rows(made, {"prompt": "1+2=?<think>", "response": "3", "gold": "3"})
     said = r"orpo compares two responses to one question, and no source has pairs of them"
