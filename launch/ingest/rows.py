@@ -22,7 +22,7 @@ from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.config.groups import has_groups, replays_own
 from ...common.errors import DataError
-from ...common.records import ExpertTrace, Problem, Verdict
+from ...common.records import ExpertTrace, Float32Array, Problem, Verdict
 from ...replay.forms import Content, DataRow, RowError, read_rows
 from ...replay.forms.conversation import unread_label
 from ...reward.answers.texts import read_gold
@@ -481,12 +481,36 @@ class SourceReader:
                     )
                 counts.long_traces += 1
                 continue
-            draft.trace = replace(self._trace(draft, text, tokens, counts), source=source)
+            draft.trace = replace(self._trace(draft, text, tokens), source=source)
             content = draft.row.content
             earlier = any(message.role == "assistant" for message in content.prompt)
             # Of a pair both responses go on from the same answers.
             counts.earlier_answers += earlier and content.rejected is None
+        self._add_logprobs(drafts, counts)
         return lengths
+
+    def _add_logprobs(self, drafts: Sequence[_Draft], counts: SourceCounts) -> None:
+        """Gives traces the log-probs that the data have of their tokens."""
+        more: list[tuple[_Draft, Float32Array]] = []
+        for draft in drafts:
+            logprobs = draft.row.content.target_logprobs
+            if logprobs is None or draft.trace is None:
+                continue
+            if len(logprobs) == len(draft.trace.tokens):
+                draft.trace = _with_logprobs(draft.trace, logprobs)
+            else:
+                more.append((draft, logprobs))
+        # The data have them of the whole response, and a trace may lack its opener.
+        whole = [draft.row.content.target or "" for draft, _ in more]
+        encoded = prompts.encode_responses(self._tokenizer, whole)
+        for (draft, logprobs), tokens in zip(more, encoded, strict=True):
+            assert draft.trace is not None
+            length = len(draft.trace.tokens)
+            same_end = np.array_equal(tokens[-length:], draft.trace.tokens)
+            if len(logprobs) == len(tokens) and same_end:
+                draft.trace = _with_logprobs(draft.trace, logprobs[-length:])
+            else:
+                counts.unfit_logprobs += 1
 
     def _told_apart(self, draft: _Draft, counts: SourceCounts) -> bool:
         """Tells the answers of a draft's conversation apart; False if the row has to be left out."""
@@ -534,7 +558,7 @@ class SourceReader:
                 counts.long_traces += 1
                 draft.trace = None
                 continue
-            trace = replace(self._trace(draft, text, tokens, counts), logprobs=None)
+            trace = self._trace(draft, text, tokens)
             draft.rejected = _as_judged(replace(trace, trace_id=f"{trace.problem_id}#1"), False)
             counts.ungraded_traces += 1
 
@@ -546,19 +570,13 @@ class SourceReader:
                 return text.removeprefix(opener)
         return text
 
-    def _trace(
-        self, draft: _Draft, text: str, tokens: NDArray[np.int32], counts: SourceCounts
-    ) -> ExpertTrace:
+    def _trace(self, draft: _Draft, text: str, tokens: NDArray[np.int32]) -> ExpertTrace:
         assert draft.problem is not None
-        logprobs = draft.row.content.target_logprobs
-        if logprobs is not None and len(logprobs) != len(tokens):
-            counts.unknown_logprobs += 1
-            logprobs = None
         return ExpertTrace(
             trace_id=f"{draft.problem.problem_id}#0",
             problem_id=draft.problem.problem_id,
             tokens=tokens,
-            logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
+            logprobs=None,
             text=text,
             tokenizer_digest=self._digest,
             reward=None,
@@ -574,6 +592,10 @@ class SourceReader:
             assert draft.trace is not None
             items.append(item_of(draft.trace, draft.problem))
         return self._grader.grade_texts(items)
+
+
+def _with_logprobs(trace: ExpertTrace, logprobs: Float32Array) -> ExpertTrace:
+    return replace(trace, logprobs=np.asarray(logprobs, np.float32))
 
 
 def _as_judged(trace: ExpertTrace, wanted: bool) -> ExpertTrace:

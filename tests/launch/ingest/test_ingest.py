@@ -339,6 +339,37 @@ def test_the_opener_that_the_prompt_ends_with_is_taken_off_the_trace(made: Path)
     np.testing.assert_array_equal(prepared().traces[0].tokens, plain.tokens)
 
 
+def with_probabilities(made: Path, opener: str, more: int) -> ingest.Prepared:
+    """The first row of the expert's with an opener before its trace, and a probability a token and ``more``."""
+    (row, *_) = pq.read_table(made / "expert.parquet").to_pylist()
+    said = opener + row["target"][0]["content"]
+    row["target"][0]["content"] = said
+    count = len(prompts.encode(ingest.load_tokenizer("miniature"), said)) + 1 + more
+    (made / "own.jsonl").write_text(
+        json.dumps({**row, "target_probs": [1 / (n + 1) for n in range(count)]}) + "\n"
+    )
+    return prepared("data.train=[{path: d/own.jsonl}]")
+
+
+@pytest.mark.parametrize(("opener", "cut"), [("", 0), ("<think>", 1)])
+def test_recorded_log_probs_lose_the_opener_with_the_trace(
+    made: Path, opener: str, cut: int
+) -> None:
+    found = with_probabilities(made, opener, 0)
+    (trace,) = found.traces
+    expected = -np.log(np.arange(cut, cut + len(trace.tokens)) + 1)
+    assert trace.logprobs is not None
+    np.testing.assert_allclose(trace.logprobs, expected, rtol=1e-6)
+    assert "log-probs" not in str(found.counts["own"])
+
+
+@pytest.mark.parametrize("opener", ["", "<think>"])
+def test_log_probs_of_another_length_are_taken_off_and_counted(made: Path, opener: str) -> None:
+    found = with_probabilities(made, opener, 2)
+    assert found.traces[0].logprobs is None
+    assert "1 traces whose log-probs aren't one a token (taken off)" in str(found.counts["own"])
+
+
 def test_long_prompts_are_dropped_and_counted(made: Path) -> None:
     def lengthen(rows: list[dict]) -> None:
         rows[2]["prompt"][0]["content"] = "1+1" * 20
