@@ -35,8 +35,8 @@ from .columns import broken, check_template, extra_of, task_of, with_tests
 from .counts import SourceCounts, drawn
 from .repeats import joined
 
-OPENERS = ("<think>\n", "<think>")
-"""Openers that the rendered prompt may end with; a trace that repeats one loses it."""
+OPENER = "<think>"
+"""What the rendered prompt may end with; a trace that repeats it loses it."""
 CHUNK_ROWS = 1024
 SHOWN_TASK = 400
 """Characters of a task that stand for its prompt where people read one."""
@@ -564,11 +564,15 @@ class SourceReader:
 
     @staticmethod
     def _continued(draft: _Draft, text: str) -> str:
-        """A response without the opener that the prompt ends with already."""
-        for opener in OPENERS:
-            if draft.text.endswith(opener) and text.startswith(opener):
-                return text.removeprefix(opener)
-        return text
+        """A response without the opener that the prompt ends with already, and the space that the prompt has behind it."""
+        opened, said = draft.text.rstrip(), text.lstrip()
+        if not (opened.endswith(OPENER) and said.startswith(OPENER)):
+            return text
+        space, rest = draft.text[len(opened) :], said.removeprefix(OPENER)
+        if rest.startswith(space):
+            return rest.removeprefix(space)
+        # The prompt has other space in the place of the response's.
+        return rest.lstrip()
 
     def _trace(self, draft: _Draft, text: str, tokens: NDArray[np.int32]) -> ExpertTrace:
         assert draft.problem is not None

@@ -339,6 +339,32 @@ def test_the_opener_that_the_prompt_ends_with_is_taken_off_the_trace(made: Path)
     np.testing.assert_array_equal(prepared().traces[0].tokens, plain.tokens)
 
 
+@pytest.mark.parametrize(
+    ("prefill", "written", "learned"),
+    [
+        ("<think>\n", "<think>\n7", "7"),
+        ("<think>\n", "<think>7", "7"),
+        ("<think>\n", "<think> 7", "7"),
+        ("<think>\n", " <think>\n7", "7"),
+        ("<think>\n", "\n<think>\n\n7", "\n7"),
+        ("<think>\n\n", "<think>\n7", "7"),
+        ("<think>", "<think>\n7", "\n7"),
+        ("<think>", " <think>7", "7"),
+        ("<think>\n", "7<think>", "7<think>"),
+        ("<think>\n", " 7", " 7"),
+        ("", "<think>\n7", "<think>\n7"),
+    ],
+)
+def test_an_opener_is_taken_off_whatever_space_is_about_it(
+    made: Path, prefill: str, written: str, learned: str
+) -> None:
+    pair = {"prompt": "3+4=?", "chosen": written, "rejected": written.replace("7", "8")}
+    own_rows(made, pair)
+    found = offline("dpo", "data.template=none", f"data.prefill={json.dumps(prefill)}")
+    assert found.problems[0].prompt_text == f"3+4=?{prefill}"
+    assert [trace.text for trace in found.traces] == [learned, learned.replace("7", "8")]
+
+
 def with_probabilities(made: Path, opener: str, more: int) -> ingest.Prepared:
     """The first row of the expert's with an opener before its trace, and a probability a token and ``more``."""
     (row, *_) = pq.read_table(made / "expert.parquet").to_pylist()
