@@ -153,8 +153,8 @@ class DataConfig(Section):
     overlong: Literal["drop", "refuse"] = "drop"
     """Drop (and count) or refuse prompts and traces that are over their limits; they are never cut."""
     bad_rows: Literal["leave_out", "refuse"] = "leave_out"
-    """Leave out (and count) rows that can't be used, or refuse the data set: rows that are malformed, or
-    whose gold answer is missing or can't be read by the grader."""
+    """Leave out (and count) rows that can't be used, or refuse the data set: rows that are malformed, whose
+    prompt the template refuses, or whose gold answer is missing or can't be read by the grader."""
 
     @property
     def stops(self) -> tuple[str, ...]:

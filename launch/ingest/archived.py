@@ -109,14 +109,20 @@ class ArchiveReader:
         asked = list(self._asked(path, counts).values())
         if isinstance(source, SourceConfig):
             asked = self._judged(asked, source, counts)
+        # A limit counts problems that can be used.
+        found = [(one, groups) for one in asked if (groups := self._groups(one, source, counts))]
         if source.limit is not None:
             seed = getattr(source, "seed", None)
-            ids = [f"{source.short_name}/{one.number}" for one in asked]
+            ids = [f"{source.short_name}/{one.number}" for one, _ in found]
             kept = set(ids[: source.limit] if seed is None else drawn(ids, source.limit, seed))
-            asked = [one for one, name in zip(asked, ids, strict=True) if name in kept]
+            found = [each for each, name in zip(found, ids, strict=True) if name in kept]
         made = _Made(source.short_name, self._digest)
-        for one in asked:
-            self._add(one, source, made, counts)
+        for one, groups in found:
+            for samples in groups:
+                made.add(one.group, samples)
+                if self._pairs_up and samples:
+                    right, wrong = samples
+                    counts.add_pair(len(right.tokens) - len(wrong.tokens))
         if not made.problems:
             lacking = (
                 "a right and a wrong sample that make a pair" if self._pairs_up else "a use here"
@@ -245,21 +251,14 @@ class ArchiveReader:
 
     # What a run trains on.
 
-    def _add(
-        self,
-        one: _Asked,
-        source: SourceConfig | EvalSetConfig,
-        made: _Made,
-        counts: SourceCounts,
-    ) -> None:
-        """Adds a problem as the run takes it."""
+    def _groups(
+        self, one: _Asked, source: SourceConfig | EvalSetConfig, counts: SourceCounts
+    ) -> list[tuple[Sample, ...]]:
+        """The samples of each group that the run makes of a problem; no groups if it has no use for it."""
         if not isinstance(source, SourceConfig):
-            made.add(one.group, ())
-            return
+            return [()]
         if self._pairs_up:
-            for pair in self._pairs(one, source, counts):
-                made.add(one.group, pair)
-            return
+            return list(self._pairs(one, source, counts))
         accepted = []
         for sample in (*one.right, *one.wrong):
             assert sample.verdict is not None
@@ -269,10 +268,8 @@ class ArchiveReader:
                 name = sample.verdict.value
                 counts.refused_traces[name] = counts.refused_traces.get(name, 0) + 1
         if not self._alone:
-            made.add(one.group, accepted if self._traces else ())
-            return
-        for sample in accepted:
-            made.add(one.group, (sample,))
+            return [tuple(accepted) if self._traces else ()]
+        return [(sample,) for sample in accepted]
 
     def _pairs(
         self, one: _Asked, source: SourceConfig, counts: SourceCounts
@@ -290,7 +287,6 @@ class ArchiveReader:
             if right.reward - wrong.reward <= EQUAL_REWARDS:
                 counts.filter("pairs whose wrong sample is paid as much", 1)
                 continue
-            counts.add_pair(len(right.tokens) - len(wrong.tokens))
             yield right, wrong
 
 

@@ -20,8 +20,8 @@ class SourceCounts:
     traces: int = 0
     """Traces that were accepted."""
     bad_rows: LeftOut = field(default_factory=LeftOut)
-    """Rows left out because they can't be used: malformed, without a gold answer that the reward needs, or
-    with one that the grader can't read."""
+    """Rows left out because they can't be used: malformed, with a prompt that the template refuses, without a gold
+    answer that the reward needs, or with one that the grader can't read."""
     long_prompts: int = 0
     """Rows left out because the prompt is over ``data.max_prompt_tokens``."""
     long_traces: int = 0
@@ -44,8 +44,8 @@ class SourceCounts:
     """Traces of conversations with earlier answers, which aren't learned from."""
     lacking: list[str] = field(default_factory=list)
     """What a reward that grades an archive anew asks for and some of its groups lack."""
-    unknown_logprobs: int = 0
-    """Traces whose recorded log-probs are from another tokenizer and were left out."""
+    unfit_logprobs: int = 0
+    """Traces whose recorded log-probs were left out, since they aren't one for each token."""
 
     @property
     def seen(self) -> int:
@@ -74,7 +74,7 @@ class SourceCounts:
                 self.earlier_answers,
                 "rows' earlier answers (only the last one of each row is learned from)",
             ),
-            (self.unknown_logprobs, "traces with log-probs of another tokenizer (taken off)"),
+            (self.unfit_logprobs, "traces whose log-probs aren't one a token (taken off)"),
             *((n, f"traces graded {verdict}") for verdict, n in self.refused_traces.items()),
             (self.unpaid_traces, "traces graded correct and paid nothing (is a gate closed?)"),
         ]

@@ -22,7 +22,7 @@ from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.config.groups import has_groups, replays_own
 from ...common.errors import DataError
-from ...common.records import ExpertTrace, Problem, Verdict
+from ...common.records import ExpertTrace, Float32Array, Problem, Verdict
 from ...replay.forms import Content, DataRow, RowError, read_rows
 from ...replay.forms.conversation import unread_label
 from ...reward.answers.texts import read_gold
@@ -35,8 +35,8 @@ from .columns import broken, check_template, extra_of, task_of, with_tests
 from .counts import SourceCounts, drawn
 from .repeats import joined
 
-OPENERS = ("<think>\n", "<think>")
-"""Openers that the rendered prompt may end with; a trace that repeats one loses it."""
+OPENER = "<think>"
+"""What the rendered prompt may end with; a trace that repeats it loses it."""
 CHUNK_ROWS = 1024
 SHOWN_TASK = 400
 """Characters of a task that stand for its prompt where people read one."""
@@ -331,9 +331,8 @@ class SourceReader:
                 shown.append(draft)
                 continue
             short.append(draft)
-        texts = self._texts([draft.row for draft in short])
-        for draft, text in zip(short, texts, strict=True):
-            draft.text = text
+        short = self._with_texts(short, counts)
+        texts = [draft.text for draft in short]
         encoded = encoder.submit(prompts.encode_prompts, self._tokenizer, texts, data)
         return _Rendered(short=short, shown=shown, encoded=encoded)
 
@@ -343,9 +342,9 @@ class SourceReader:
         kept = []
         for draft, tokens in zip(rendered.short, rendered.encoded.result(), strict=True):
             if len(tokens) == 0:
-                raise DataError(
-                    f"{draft.row.place}: the prompt has no tokens after rendering: {draft.text[:80]!r}"
-                )
+                what = f"the prompt has no tokens after rendering: {draft.text[:80]!r}"
+                self._leave_out(draft, counts, "prompts without a token", what)
+                continue
             draft.tokens = tokens
             if len(tokens) > data.max_prompt_tokens:
                 self._long_prompt(draft, f"{len(tokens):,} tokens", counts)
@@ -353,30 +352,36 @@ class SourceReader:
                 kept.append(draft)
         return sorted(rendered.shown + kept, key=lambda draft: draft.row.number)
 
-    def _texts(self, rows: Sequence[DataRow]) -> list[str]:
-        """The rendered prompts of some rows."""
+    def _with_texts(self, drafts: list[_Draft], counts: SourceCounts) -> list[_Draft]:
+        """Renders prompts; leaves out the rows that the template refuses."""
         asked = [
-            [{"role": m.role, "content": m.content} for m in row.content.prompt] for row in rows
+            [{"role": m.role, "content": m.content} for m in draft.row.content.prompt]
+            for draft in drafts
         ]
-        try:
-            if any(row.content.tools for row in rows):
-                return [self._text(*one) for one in zip(rows, asked, strict=True)]
-            return prompts.render_texts(self._tokenizer, asked, self._config.data)
-        except Exception:  # noqa: BLE001 - one of them can't be rendered: which one, and why?
-            return [self._text(*one) for one in zip(rows, asked, strict=True)]
-
-    def _text(self, row: DataRow, messages: Sequence[Mapping[str, str]]) -> str:
-        try:
-            return prompts.render_text(
-                self._tokenizer, messages, self._config.data, row.content.tools
-            )
-        except DataError as error:
-            raise DataError(f"{row.place}: {error}") from None
-        except Exception as error:  # noqa: BLE001 - a chat template may raise anything
-            raise DataError(
-                f"{row.place}: the model's chat template refused the prompt: "
-                f"{' '.join(str(error).split())[:200]}"
-            ) from None
+        if not any(draft.row.content.tools for draft in drafts):
+            try:
+                texts = prompts.render_texts(self._tokenizer, asked, self._config.data)
+            except Exception:  # noqa: BLE001 - one of them can't be rendered: which one, and why?
+                pass
+            else:
+                for draft, text in zip(drafts, texts, strict=True):
+                    draft.text = text
+                return drafts
+        kept = []
+        for draft, messages in zip(drafts, asked, strict=True):
+            tools = draft.row.content.tools
+            try:
+                draft.text = prompts.render_text(
+                    self._tokenizer, messages, self._config.data, tools
+                )
+            except Exception as error:  # noqa: BLE001 - a chat template may raise anything
+                said = " ".join(str(error).split())[:200]
+                if not isinstance(error, DataError):
+                    said = f"the model's chat template refused the prompt: {said}"
+                self._leave_out(draft, counts, "prompts that the template refuses", said)
+            else:
+                kept.append(draft)
+        return kept
 
     def _long_prompt(self, draft: _Draft, length: str, counts: SourceCounts) -> None:
         data = self._config.data
@@ -476,12 +481,36 @@ class SourceReader:
                     )
                 counts.long_traces += 1
                 continue
-            draft.trace = replace(self._trace(draft, text, tokens, counts), source=source)
+            draft.trace = replace(self._trace(draft, text, tokens), source=source)
             content = draft.row.content
             earlier = any(message.role == "assistant" for message in content.prompt)
             # Of a pair both responses go on from the same answers.
             counts.earlier_answers += earlier and content.rejected is None
+        self._add_logprobs(drafts, counts)
         return lengths
+
+    def _add_logprobs(self, drafts: Sequence[_Draft], counts: SourceCounts) -> None:
+        """Gives traces the log-probs that the data have of their tokens."""
+        more: list[tuple[_Draft, Float32Array]] = []
+        for draft in drafts:
+            logprobs = draft.row.content.target_logprobs
+            if logprobs is None or draft.trace is None:
+                continue
+            if len(logprobs) == len(draft.trace.tokens):
+                draft.trace = _with_logprobs(draft.trace, logprobs)
+            else:
+                more.append((draft, logprobs))
+        # The data have them of the whole response, and a trace may lack its opener.
+        whole = [draft.row.content.target or "" for draft, _ in more]
+        encoded = prompts.encode_responses(self._tokenizer, whole)
+        for (draft, logprobs), tokens in zip(more, encoded, strict=True):
+            assert draft.trace is not None
+            length = len(draft.trace.tokens)
+            same_end = np.array_equal(tokens[-length:], draft.trace.tokens)
+            if len(logprobs) == len(tokens) and same_end:
+                draft.trace = _with_logprobs(draft.trace, logprobs[-length:])
+            else:
+                counts.unfit_logprobs += 1
 
     def _told_apart(self, draft: _Draft, counts: SourceCounts) -> bool:
         """Tells the answers of a draft's conversation apart; False if the row has to be left out."""
@@ -529,31 +558,29 @@ class SourceReader:
                 counts.long_traces += 1
                 draft.trace = None
                 continue
-            trace = replace(self._trace(draft, text, tokens, counts), logprobs=None)
+            trace = self._trace(draft, text, tokens)
             draft.rejected = _as_judged(replace(trace, trace_id=f"{trace.problem_id}#1"), False)
             counts.ungraded_traces += 1
 
     @staticmethod
     def _continued(draft: _Draft, text: str) -> str:
-        """A response without the opener that the prompt ends with already."""
-        for opener in OPENERS:
-            if draft.text.endswith(opener) and text.startswith(opener):
-                return text.removeprefix(opener)
-        return text
+        """A response without the opener that the prompt ends with already, and the space that the prompt has behind it."""
+        opened, said = draft.text.rstrip(), text.lstrip()
+        if not (opened.endswith(OPENER) and said.startswith(OPENER)):
+            return text
+        space, rest = draft.text[len(opened) :], said.removeprefix(OPENER)
+        if rest.startswith(space):
+            return rest.removeprefix(space)
+        # The prompt has other space in the place of the response's.
+        return rest.lstrip()
 
-    def _trace(
-        self, draft: _Draft, text: str, tokens: NDArray[np.int32], counts: SourceCounts
-    ) -> ExpertTrace:
+    def _trace(self, draft: _Draft, text: str, tokens: NDArray[np.int32]) -> ExpertTrace:
         assert draft.problem is not None
-        logprobs = draft.row.content.target_logprobs
-        if logprobs is not None and len(logprobs) != len(tokens):
-            counts.unknown_logprobs += 1
-            logprobs = None
         return ExpertTrace(
             trace_id=f"{draft.problem.problem_id}#0",
             problem_id=draft.problem.problem_id,
             tokens=tokens,
-            logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
+            logprobs=None,
             text=text,
             tokenizer_digest=self._digest,
             reward=None,
@@ -569,6 +596,10 @@ class SourceReader:
             assert draft.trace is not None
             items.append(item_of(draft.trace, draft.problem))
         return self._grader.grade_texts(items)
+
+
+def _with_logprobs(trace: ExpertTrace, logprobs: Float32Array) -> ExpertTrace:
+    return replace(trace, logprobs=np.asarray(logprobs, np.float32))
 
 
 def _as_judged(trace: ExpertTrace, wanted: bool) -> ExpertTrace:

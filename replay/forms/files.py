@@ -211,6 +211,7 @@ def _array(path: Path, file: IO[bytes]) -> Iterator[Raw]:
         if row and buffer.startswith(",", at):
             at = _after_space(buffer, at + 1)
         if buffer.startswith("]", at):
+            _check_ends(path, buffer[at + 1 :], pieces, row)
             return
         try:
             value, end = decoder.raw_decode(buffer, at)
@@ -235,6 +236,18 @@ def _array(path: Path, file: IO[bytes]) -> Iterator[Raw]:
         yield _checked(value, buffer[at:end])
         at = end
         row += 1
+
+
+def _check_ends(path: Path, rest: str, pieces: codecs.StreamReader, rows: int) -> None:
+    """Raises ``DataError`` if anything but space follows an array, as where files were put one behind the other."""
+    while not (found := rest.strip()):
+        rest = pieces.read(PIECE_CHARACTERS)
+        if not rest:
+            return
+    raise DataError(
+        f"{path} has more after its array of {rows:,} rows: {found[:20]!r}: put all rows into one array, or "
+        f"store each array in a file of its own"
+    )
 
 
 def _after_space(text: str, start: int) -> int:

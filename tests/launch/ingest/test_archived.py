@@ -207,6 +207,35 @@ def test_limits_and_lengths_cut_an_archive_down() -> None:
     assert set(prompts(small)) < set(prompts(large))
 
 
+@pytest.mark.parametrize(
+    ("objective", "keys", "useless"),
+    [
+        ("dpo", "", [Drawn(A)]),
+        ("dpo", ", pairs: {max_length_gap: 0}", [Drawn(A), Drawn(D, WRONG)]),
+        ("sft", "", [Drawn(C, WRONG)]),
+    ],
+    ids=["no-wrong-sample", "no-pair-within-the-gap", "no-right-sample"],
+)
+def test_a_limit_counts_the_problems_that_can_be_used(
+    objective: str, keys: str, useless: list[Drawn]
+) -> None:
+    usable = [Drawn(A), Drawn(C, WRONG)]
+    archived(*(group(n, useless if n < 6 else usable, prompt=(5, n)) for n in range(3, 9)))
+
+    def used(more: str) -> list[int]:
+        made = prepared(f"{{path: kept{keys}{more}}}", objective=objective)
+        if objective == "dpo":
+            # Of the problems that are kept, and of no others.
+            assert told(made).startswith(f"{len(made.problems)} pairs")
+        return [int(problem.prompt_tokens[-1]) for problem in made.problems]
+
+    assert used(", limit: 1") == [6]
+    assert used(", limit: 3") == used("") == [6, 7, 8]
+    sets = [{*used(f", limit: 2, seed: {seed}")} for seed in range(5)]
+    assert all(len(drawn) == 2 for drawn in sets)
+    assert len({frozenset(drawn) for drawn in sets}) > 1
+
+
 def test_samples_replaced_by_traces_are_samples_too() -> None:
     archived(group(0, [Drawn(A)], prompt=(5, 6)), replaced=[Drawn(C, WRONG)])
     made = prepared("{path: kept, pairs: {rule: all}}", objective="dpo")

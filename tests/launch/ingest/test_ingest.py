@@ -339,6 +339,63 @@ def test_the_opener_that_the_prompt_ends_with_is_taken_off_the_trace(made: Path)
     np.testing.assert_array_equal(prepared().traces[0].tokens, plain.tokens)
 
 
+@pytest.mark.parametrize(
+    ("prefill", "written", "learned"),
+    [
+        ("<think>\n", "<think>\n7", "7"),
+        ("<think>\n", "<think>7", "7"),
+        ("<think>\n", "<think> 7", "7"),
+        ("<think>\n", " <think>\n7", "7"),
+        ("<think>\n", "\n<think>\n\n7", "\n7"),
+        ("<think>\n\n", "<think>\n7", "7"),
+        ("<think>", "<think>\n7", "\n7"),
+        ("<think>", " <think>7", "7"),
+        ("<think>\n", "7<think>", "7<think>"),
+        ("<think>\n", " 7", " 7"),
+        ("", "<think>\n7", "<think>\n7"),
+    ],
+)
+def test_an_opener_is_taken_off_whatever_space_is_about_it(
+    made: Path, prefill: str, written: str, learned: str
+) -> None:
+    pair = {"prompt": "3+4=?", "chosen": written, "rejected": written.replace("7", "8")}
+    own_rows(made, pair)
+    found = offline("dpo", "data.template=none", f"data.prefill={json.dumps(prefill)}")
+    assert found.problems[0].prompt_text == f"3+4=?{prefill}"
+    assert [trace.text for trace in found.traces] == [learned, learned.replace("7", "8")]
+
+
+def with_probabilities(made: Path, opener: str, more: int) -> ingest.Prepared:
+    """The first row of the expert's with an opener before its trace, and a probability a token and ``more``."""
+    (row, *_) = pq.read_table(made / "expert.parquet").to_pylist()
+    said = opener + row["target"][0]["content"]
+    row["target"][0]["content"] = said
+    count = len(prompts.encode(ingest.load_tokenizer("miniature"), said)) + 1 + more
+    (made / "own.jsonl").write_text(
+        json.dumps({**row, "target_probs": [1 / (n + 1) for n in range(count)]}) + "\n"
+    )
+    return prepared("data.train=[{path: d/own.jsonl}]")
+
+
+@pytest.mark.parametrize(("opener", "cut"), [("", 0), ("<think>", 1)])
+def test_recorded_log_probs_lose_the_opener_with_the_trace(
+    made: Path, opener: str, cut: int
+) -> None:
+    found = with_probabilities(made, opener, 0)
+    (trace,) = found.traces
+    expected = -np.log(np.arange(cut, cut + len(trace.tokens)) + 1)
+    assert trace.logprobs is not None
+    np.testing.assert_allclose(trace.logprobs, expected, rtol=1e-6)
+    assert "log-probs" not in str(found.counts["own"])
+
+
+@pytest.mark.parametrize("opener", ["", "<think>"])
+def test_log_probs_of_another_length_are_taken_off_and_counted(made: Path, opener: str) -> None:
+    found = with_probabilities(made, opener, 2)
+    assert found.traces[0].logprobs is None
+    assert "1 traces whose log-probs aren't one a token (taken off)" in str(found.counts["own"])
+
+
 def test_long_prompts_are_dropped_and_counted(made: Path) -> None:
     def lengthen(rows: list[dict]) -> None:
         rows[2]["prompt"][0]["content"] = "1+1" * 20
@@ -902,6 +959,61 @@ def test_without_a_gold_answer_a_response_is_taken_as_right_offline_only(made: P
     assert found.counts["own"].ungraded_traces == 1
     with pytest.raises(DataError, match="has no gold answer"):
         prepared("data.train=[{path: d/own.jsonl, limit: 1}]", "data.bad_rows=refuse")
+
+
+def said(*roles: str) -> dict[str, Any]:
+    """A conversation of one sum a message, which ends with an answer."""
+    return {"messages": [{"role": role, "content": "1+2=?<think>"} for role in roles]}
+
+
+REFUSING = (
+    "{% for one in messages %}{% if (one.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate, from user on') }}{% endif %}{{ one.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", ["own", "alpaca"])
+def test_a_row_whose_prompt_the_template_refuses_is_left_out_and_counted(
+    made: Path, here: Path, template: str
+) -> None:
+    shutil.copytree(resolve("miniature"), here / "model")
+    (here / "model" / "chat_template.jinja").write_text(REFUSING)
+    own_rows(
+        made,
+        said("user", "assistant"),
+        said("assistant", "user", "assistant"),
+        said("user", "user", "assistant"),
+        said("system", "user", "user", "assistant"),
+        said("user", "assistant"),
+    )
+    model = ("model.path=model", f"data.template={template}", "data.max_prompt_tokens=200")
+    found = offline("sft", *model)
+    assert [problem.problem_id for problem in found.problems] == ["own/0", "own/4"]
+    bad = found.counts["own"].bad_rows
+    assert bad.counts == {"prompts that the template refuses": 3}
+    why = {
+        "own": "the model's chat template refused the prompt: roles must alternate",
+        "alpaca": "data.template=alpaca holds one question, and the prompt has 2 messages",
+    }[template]
+    assert f"own.jsonl row 1: {why}" in bad.first["prompts that the template refuses"]
+    with pytest.raises(DataError, match=rf"own\.jsonl row 1: {why}.* set data\.bad_rows=leave_out"):
+        offline("sft", *model, "data.bad_rows=refuse")
+    # Where no row is left, the refusal says why.
+    own_rows(made, said("user", "user", "assistant"))
+    with pytest.raises(DataError, match=rf"not one of its rows can be used .*row 0: {why}"):
+        offline("sft", *model)
+
+
+def test_a_row_whose_prompt_has_no_token_is_left_out_and_counted(made: Path, here: Path) -> None:
+    shutil.copytree(resolve("miniature"), here / "model")
+    only_sums = "{% if '+' in messages[0].content %}{{ messages[0].content }}{% endif %}"
+    (here / "model" / "chat_template.jinja").write_text(only_sums)
+    own_rows(made, {"prompt": "7", "response": "7"}, {"prompt": "1+2=?", "response": "3"})
+    found = offline("sft", "model.path=model")
+    assert [problem.problem_id for problem in found.problems] == ["own/1"]
+    assert found.counts["own"].bad_rows.counts == {"prompts without a token": 1}
+    with pytest.raises(DataError, match=r"row 0: the prompt has no tokens after rendering"):
+        offline("sft", "model.path=model", "data.bad_rows=refuse")
 
 
 def test_an_objective_of_pairs_needs_some(made: Path) -> None:

@@ -86,6 +86,22 @@ def test_a_damaged_array_says_after_which_row(tmp_path: Path):
         list(read_rows(path))
 
 
+@pytest.mark.parametrize("more", ['[{"question": "7?"}]', '{"question": "7?"}', "]", "x"])
+@pytest.mark.parametrize("space", [0, 200])
+@pytest.mark.parametrize("ends", [True, False], ids=["piece-ends-with-array", "pieces"])
+def test_what_follows_an_array_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, space: int, ends: bool
+):
+    path = write_array(tmp_path / "a.json", GOOD)
+    array = path.read_text().rstrip()
+    monkeypatch.setattr(files_module, "PIECE_CHARACTERS", len(array) if ends else 64)
+    path.write_text(array + "\n" * space)
+    assert len(list(read_rows(path))) == 3
+    path.write_text(array + "\n" * space + more)
+    with pytest.raises(DataError, match=r"a\.json has more after its array of 3 rows: .*: put all"):
+        list(read_rows(path))
+
+
 def test_parquet_with_a_text_that_is_not_utf_8_loses_that_row(tmp_path: Path):
     questions = pa.array([b"a", b"caf\xe9", b"c"], pa.binary())
     table = pa.table({"question": questions.view(pa.string()), "answer": ["1", "2", "3"]})
