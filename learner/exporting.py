@@ -251,9 +251,9 @@ def _both_or_none(model: Path) -> Iterator[None]:
 
 
 def _require_free(place: Path, *, adapters: bool) -> None:
-    for one in [place, adapter_folder(place)][: 1 + adapters]:
-        if one.exists():
-            raise DataError(f"{one} already exists: name another folder with --out")
+    taken = place if place.exists() else adapter_folder(place) if adapters else None
+    if taken is not None and taken.exists():
+        raise DataError(f"{taken} already exists: name another folder with --out")
 
 
 def _steps(checkpoints: Checkpoints) -> set[int]:

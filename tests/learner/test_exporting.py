@@ -584,3 +584,10 @@ def test_a_kept_step_that_was_better_before_the_setting_is_taken(kept: Make) -> 
     found = export(run.folder, run.config, best="held/accuracy")
     assert (found.step, found.place) == (6, run.folder.best)
     assert found.note.startswith("held/accuracy is 0.5 there. Step 2 had 0.7, and its checkpoint")
+
+
+def test_a_file_systems_root_is_no_place_for_a_model(kept: Make) -> None:
+    run = kept()
+    run.save(2)
+    with pytest.raises(DataError, match=r"^/ already exists: name another folder with --out$"):
+        export(run.folder, run.config, Path("/"))
