@@ -112,6 +112,10 @@ class Metric:
         sign = 1 if self.smallest else -1
         return min(sorted(values), key=lambda step: sign * values[step])
 
+    def is_better(self, value: float, other: float) -> bool:
+        """Whether a value is better than another one, and not equal to it."""
+        return value < other if self.smallest else value > other
+
     def is_of(self, wanted: str) -> bool:
         """Whether it is the figure of ``evaluate.best``."""
         return wanted == ("-" if self.smallest else "") + self.name
@@ -136,7 +140,7 @@ def export(
         out: a folder that doesn't exist yet; None = ``model-of-step-N`` in the run's folder.
         step: the step whose checkpoint is wanted.
         best: the metric whose best value is wanted among the steps that are kept, see :meth:`Metric.read`. If the
-            run keeps its best model by that figure (``evaluate.best``), it is that model.
+            run keeps its best model by that figure (``evaluate.best``), it is that model, unless a kept step is better.
         shard: most bytes of a weights file.
 
     Raises:
@@ -153,8 +157,18 @@ def export(
             found = best_of(folder.best)
             # By another figure if the setting was changed, and nothing has been evaluated since.
             if found is not None and is_by(found, wanted):
-                compared = values.get(found.get("problems"), {})
-                return _best_model(folder, found, metric, compared, out)
+                problems = found.get("problems")
+                compared = values.get(problems, {})
+                kept = _steps(checkpoints)
+                # The run may have begun without the setting, and have been better before it.
+                better = any(
+                    metric.is_better(value, float(found["value"]))
+                    for step, value in compared.items()
+                    if step in kept and step != found["step"]
+                )
+                if not better:
+                    return _best_model(folder, found, metric, compared, kept, out)
+                values = {problems: compared}
         step, note = _best_step(checkpoints, metric, values)
     with checkpoints.hold(step) as checkpoint:
         if checkpoint is None:
@@ -237,13 +251,18 @@ def _both_or_none(model: Path) -> Iterator[None]:
 
 
 def _require_free(place: Path, *, adapters: bool) -> None:
-    for one in [place, adapter_folder(place)][: 1 + adapters]:
-        if one.exists():
-            raise DataError(f"{one} already exists: name another folder with --out")
+    taken = place if place.exists() else adapter_folder(place) if adapters else None
+    if taken is not None and taken.exists():
+        raise DataError(f"{taken} already exists: name another folder with --out")
+
+
+def _steps(checkpoints: Checkpoints) -> set[int]:
+    """Steps whose checkpoints are kept."""
+    return {checkpoint.version.step for checkpoint in checkpoints.all()}
 
 
 def _none(checkpoints: Checkpoints, step: int | None) -> str:
-    kept = _shown(c.version.step for c in checkpoints.all())
+    kept = _shown(_steps(checkpoints))
     if step is None or not kept:
         return f"{checkpoints.folder} has no whole checkpoint to export"
     return (
@@ -258,7 +277,7 @@ def _best_step(checkpoints: Checkpoints, metric: Metric, values: Values) -> tupl
 
     Of evaluations of other numbers of problems, those of which most steps are kept are compared.
     """
-    kept = {c.version.step for c in checkpoints.all()}
+    kept = _steps(checkpoints)
     problems = max(values, key=lambda n: (len(values[n].keys() & kept), n or 0), default=None)
     alike = values.get(problems, {})
     measured = {step: value for step, value in alike.items() if step in kept}
@@ -271,7 +290,8 @@ def _best_step(checkpoints: Checkpoints, metric: Metric, values: Values) -> tupl
         )
     step = metric.best(measured)
     of = f" of {problems:,.0f} problems" if len(values) > 1 and problems is not None else ""
-    return step, f"{metric.name}{of} is {alike[step]:.6g} there.{_better(metric, alike, step)}"
+    better = _better(metric, alike, alike[step], kept)
+    return step, f"{metric.name}{of} is {alike[step]:.6g} there.{better}"
 
 
 def _best_model(
@@ -279,11 +299,12 @@ def _best_model(
     found: Mapping[str, Any],
     metric: Metric,
     values: Mapping[int, float],
+    kept: set[int],
     out: Path | None,
 ) -> Exported:
     """The run's own best model, copied if a folder is named."""
-    step = int(found["step"])
-    note = f"{metric.name} is {found['value']:.6g} there.{_better(metric, values, step)}"
+    step, value = int(found["step"]), float(found["value"])
+    note = f"{metric.name} is {value:.6g} there.{_better(metric, values, value, {step, *kept})}"
     if out is None:
         return Exported(step=step, place=folder.best, note=note)
 
@@ -306,16 +327,21 @@ def _best_model(
     return Exported(step=step, place=out, note=note)
 
 
-def _better(metric: Metric, values: Mapping[int, float], step: int) -> str:
-    """A sentence about a better value that the run had at another step, if it had one."""
-    if not values:
-        return ""
-    top = metric.best(values)
-    here = values.get(step)
-    if here is None or values[top] == here:
+def _better(metric: Metric, values: Mapping[int, float], here: float, there: set[int]) -> str:
+    """A sentence about a better value than this one that the run had at a step that is gone, if it had one.
+
+    Args:
+        metric: says what is better.
+        values: value of each step.
+        here: value of the step that is exported.
+        there: the steps whose weights are still there.
+    """
+    gone = {step: value for step, value in values.items() if step not in there}
+    top = metric.best(gone) if gone else None
+    if top is None or not metric.is_better(gone[top], here):
         return ""
     return (
-        f" Step {top} had {values[top]:.6g}, and its checkpoint is no longer kept (learner.checkpoints_kept; "
+        f" Step {top} had {gone[top]:.6g}, and its checkpoint is no longer kept (learner.checkpoints_kept; "
         f"evaluate.best keeps a run's best model)."
     )
 

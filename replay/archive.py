@@ -157,6 +157,8 @@ class GroupRewards:
     """Rewards of the traces."""
 
 
+_LEARNT = [verdict.value for verdict in Verdict if not verdict.leaves_baseline]
+"""Verdicts of samples and traces that are rows."""
 _REWARDS = (
     "step",
     *(
@@ -200,6 +202,41 @@ def rewards(where: ArchivedStep) -> tuple[list[GroupRewards], bool]:
         for row in found
         if row["step"] == where.step
     ], foreign
+
+
+def sizes(where: ArchivedStep) -> tuple[int, int]:
+    """How large a step's groups are, without reading tokens or texts.
+
+    Returns:
+        The greatest number of rows of a group: own samples and traces, without those that have no verdict. And the
+        greatest number that a group may have had, with samples that have no verdict or were replaced, and with traces
+        that a new reward has left out. The group size of the run that made them is neither below the first nor above
+        the second.
+
+    Raises:
+        DataError: the file isn't an archive, or is damaged.
+    """
+    paid = ("reward", "verdict")
+    columns = (
+        "step",
+        "trace_ids",
+        "replaced.list.element.finish_reason",
+        *(f"{kind}.list.element.{name}" for kind in ("samples", "traces") for name in paid),
+    )
+    with _opened(where.path) as file:
+        found = file.read_row_group(where.part, columns=list(columns))
+    rows = most = 0
+    for batch in found.filter(pc.field("step") == where.step).to_batches():
+        trained = np.zeros(len(batch), np.int64)
+        for kind in ("samples", "traces"):
+            rewards, verdicts = (batch[kind].flatten().field(name) for name in paid)
+            is_row = pc.and_(rewards.is_valid(), pc.is_in(verdicts, pa.array(_LEARNT, pa.string())))
+            kept = _list_of_each(batch[kind])[np.asarray(is_row, bool)]
+            trained += np.bincount(kept, minlength=len(batch))
+        own = _lengths(batch["samples"]) + _lengths(batch["replaced"])
+        traces = np.maximum(_lengths(batch["traces"]), _lengths(batch["trace_ids"]))
+        rows, most = max(rows, *trained), max(most, *(own + traces))
+    return int(rows), int(most)
 
 
 def longest(where: ArchivedStep) -> tuple[int, int, int]:

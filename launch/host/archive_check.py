@@ -1,6 +1,8 @@
-"""Whether an archive fits a run: its groups into the limits of lengths, and its rewards to the objective.
+"""Whether an archive fits a run: its groups into the limits of lengths and to the group size, and its rewards to the
+objective.
 
-Lengths are those of all steps that the run trains on, since neither limit can be raised once it is under way.
+Lengths and sizes are those of all steps that the run trains on, since none of the limits can be changed once it is
+under way.
 Of rewards it looks at no more steps than a run may be idle in a row (``learner.max_idle``), so that what it
 refuses would have ended with that error anyway, later. It reads no samples' tokens, so that it takes a moment.
 """
@@ -24,18 +26,20 @@ from ...replay.archive import GroupRewards
 
 
 def check_archive(config: Config) -> None:
-    """Refuses groups that are too long, and an objective that learns nothing from the steps that a run would
-    begin with.
+    """Refuses groups that are too long or of another size, and an objective that learns nothing from the steps that a
+    run would begin with.
 
     Raises:
         DataError: one of these, or ``data.archive`` isn't an archive.
     """
     assert config.data.archive is not None
-    _check_lengths(config, Path(config.data.archive).expanduser())
+    folder = Path(config.data.archive).expanduser()
+    _check_lengths(config, folder)
+    _check_sizes(config, folder)
     most = min(config.learner.max_idle, config.run.steps or config.learner.max_idle)
     objective, negative = config.learner.objective, config.expert.negative
     steps = []
-    for where in islice(archive.steps(Path(config.data.archive).expanduser()), max(1, most)):
+    for where in islice(archive.steps(folder), max(1, most)):
         groups, foreign = archive.rewards(where)
         if learns(objective, groups, foreign=foreign, negative=negative):
             return
@@ -77,6 +81,22 @@ def _check_lengths(config: Config, folder: Path) -> None:
         raise DataError(
             f"data.archive={config.data.archive} has prompts of up to {prompt:,} tokens and responses of up to "
             f"{response:,}{episodes}: raise {' and '.join(wanted)}"
+        )
+
+
+def _check_sizes(config: Config, folder: Path) -> None:
+    """Refuses a group size that isn't that of the largest groups: losses are divided by it, and micro-batches must hold
+    it. Single groups may be smaller."""
+    found = [archive.sizes(where) for where in islice(archive.steps(folder), config.run.steps)]
+    if not found:
+        return
+    rows, most = (max(each) for each in zip(*found, strict=True))
+    size = config.rollout.group_size
+    fitting = min(max(size, rows), most)
+    if fitting != size:
+        raise DataError(
+            f"data.archive={config.data.archive} has groups of up to {fitting} rows, own samples and expert traces "
+            f"together, and rollout.group_size={size}: set rollout.group_size={fitting}"
         )
 
 

@@ -73,7 +73,7 @@ class Best:
         if not isinstance(value, int | float):
             return
         problems = record.get(f"eval/{problems_of(self._name)}")
-        if self._limit is not None and problems is not None and problems > self._limit:
+        if self._is_of_more(problems):
             log.info(
                 f"{self._name} of step {record['step']} is of {problems} problems: the best model is chosen among "
                 f"evaluations of evaluate.limit={self._limit}"
@@ -97,6 +97,20 @@ class Best:
         }
         write_atomic(self._folder / SCORE, json.dumps(content) + "\n")
         log.info(f"best {self._name} so far: {value:.4g}; its model is in {self._folder}")
+
+    def missed(self, record: Mapping[str, Any], now: int) -> None:
+        """Tells of an evaluation of weights that are gone, since the learner has gone on to the step ``now``."""
+        value = record.get(f"eval/{self._name}")
+        problems = record.get(f"eval/{problems_of(self._name)}")
+        if isinstance(value, int | float) and not self._is_of_more(problems):
+            log.warning(
+                f"{self._name} of step {record['step']} is {value:.4g}, which came when the learner had gone on to "
+                f"step {now} without it: it doesn't count for {self._folder}, since its weights are gone"
+            )
+
+    def _is_of_more(self, problems: Any) -> bool:
+        """Whether an evaluation is of more problems than those that are compared."""
+        return self._limit is not None and problems is not None and problems > self._limit
 
 
 def problems_of(name: str) -> str:

@@ -496,6 +496,8 @@ class Trainer:
         elif result.step > self._step:
             # A learner died while it waited for it, and its step is still to be trained again.
             self._early.setdefault(result.step, []).append(record_of(result))
+        else:
+            self._best.missed(record_of(result), self._step)
 
     def _report(self, waiting: str = "", *, force: bool = False) -> None:
         self._reporter.report(

@@ -1,6 +1,7 @@
 """Starts learner processes fast: imports once, then forks one for every rank that is asked for.
 
-Reads JSON lines: ``{"folder", "rank", "ranks", "port"}`` answers ``{"pid"}``, and ``{"poll": pid}``
+Reads JSON lines: ``{"folder", "rank", "ranks", "port"}`` answers ``{"pid"}`` (with ``"abandoned"``, this is how many
+seconds without a rollout worker end the wait for an evaluation), and ``{"poll": pid}``
 answers ``{"code"}``, null while it runs.
 """
 
@@ -23,6 +24,7 @@ from tandem.common.config import Config
 from tandem.common.errors import TandemError
 from tandem.common.run_folder import RunFolder, read_join
 from tandem.common.telemetry import start_log
+from tandem.learner.loop import evaluations
 from tandem.learner.main import main
 from tandem.learner.rendezvous import Seat
 from tandem.replay.connection import connect
@@ -60,6 +62,8 @@ def fork(asked: dict[str, object]) -> int:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for number, target in ((0, nothing), (1, descriptor), (2, descriptor)):
             os.dup2(target, number)
+        if "abandoned" in asked:
+            evaluations.ABANDONED_SECONDS = float(str(asked["abandoned"]))
         code = learn(
             str(asked["folder"]),
             int(str(asked["rank"])),

@@ -563,3 +563,31 @@ def test_a_model_that_was_best_by_another_figure_gives_way(kept: Make) -> None:
     score = run.folder.best / "best.json"
     score.write_text(json.dumps({"step": 1, "metric": "held/length", "value": 40.0}))
     assert kept_by("-held/length") == []
+
+
+def test_a_kept_step_that_was_better_before_the_setting_is_taken(kept: Make) -> None:
+    """The setting came with a resume, so that the run's best model is only the best since then."""
+    run = kept()
+    run.save(4)
+    run.config = run.config.model_copy(
+        update={"evaluate": run.config.evaluate.model_copy(update={"best": "held/accuracy"})}
+    )
+    best = Best(run.folder, "held/accuracy", lambda place: run.engine.export(place, None))
+    best.saw({"step": 6, "eval/held/accuracy": 0.5})
+    values = {2: 0.7, 4: 0.9, 6: 0.5}
+    run.measured(values)
+    found = export(run.folder, run.config, best="held/accuracy")
+    assert (found.step, found.place) == (4, run.folder.path / "model-of-step-4")
+    assert found.note == "held/accuracy is 0.9 there."
+    # Equal ones are as good, and the run's own model is there already.
+    run.measured(values | {4: 0.5})
+    found = export(run.folder, run.config, best="held/accuracy")
+    assert (found.step, found.place) == (6, run.folder.best)
+    assert found.note.startswith("held/accuracy is 0.5 there. Step 2 had 0.7, and its checkpoint")
+
+
+def test_a_file_systems_root_is_no_place_for_a_model(kept: Make) -> None:
+    run = kept()
+    run.save(2)
+    with pytest.raises(DataError, match=r"^/ already exists: name another folder with --out$"):
+        export(run.folder, run.config, Path("/"))

@@ -114,9 +114,9 @@ def launch(ask: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[Launch]:
     """Starts learner processes, which are gone at the end."""
     started: list[Learner] = []
 
-    def start(run: Any, rank: int = 0, ranks: int = 1, port: int = 0) -> Learner:
+    def start(run: Any, rank: int = 0, ranks: int = 1, port: int = 0, **further: Any) -> Learner:
         folder = str(run.folder.path)
-        learner = Learner(ask, folder=folder, rank=rank, ranks=ranks, port=port)
+        learner = Learner(ask, folder=folder, rank=rank, ranks=ranks, port=port, **further)
         started.append(learner)
         return learner
 
@@ -393,6 +393,40 @@ def test_the_best_model_is_kept_though_the_learner_dies_while_it_waits_for_its_e
     for name, tensor in load_file(straight.folder.best / "model.safetensors").items():
         assert torch.equal(kept[name], tensor), name
     assert any(not torch.equal(kept[name], last) for name, last in weights(run).items())
+
+
+def test_an_evaluation_that_comes_after_its_wait_is_told_and_not_kept(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(
+        run={"steps": 8},
+        data=EVALUATED["data"],
+        evaluate={"every": 4, "exact": True, "best": "held/accuracy"},
+    )
+    claimed: list[EvaluationRequest] = []
+    answer = run.answer
+
+    def keep(request: EvaluationRequest) -> bool:
+        claimed.append(request)
+        return False
+
+    def late(lease: Lease, held: Version) -> Group:
+        # A group of step 7: the learner has given up the wait, and waits for this one.
+        if lease.group_id == "2-0":
+            until(lambda: run.ledger.counts()["trained"] >= 12, "step 6")
+            run.finish_evaluation(claimed[0], 4)
+            until(lambda: "held@4" in told(run), "the record of the evaluation")
+        return answer(lease, held)
+
+    run.evaluates, run.answer = keep, late
+    run.work()
+    log = finish(run, launch(run, abandoned=0.5))
+    assert "goes on without the evaluation held@4: no rollout worker has been there" in log
+    said = (
+        "held/accuracy of step 4 is 0.5, which came when the learner had gone on to step 6 without"
+    )
+    assert log.count(said) == 1
+    assert not run.folder.best.exists()
 
 
 def test_an_evaluation_that_was_never_asked_for_is_asked_for_at_the_resume(

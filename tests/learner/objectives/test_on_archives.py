@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 from tandem.common.config import Config
 from tandem.common.errors import DataError
 from tandem.common.objectives import OBJECTIVES
-from tandem.common.records import Episode, FinishReason, Source
+from tandem.common.records import Episode, FinishReason, Source, Verdict
 from tandem.common.run_folder import RunFolder
 from tandem.common.telemetry import Clock
 from tandem.launch.cli import main
@@ -102,9 +103,12 @@ def archives(made_up: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def config_of(made_up: ModuleType, folder: Path, model: Path, objective: dict[str, Any]) -> Any:
+    steps = islice(archive.steps(folder), STEPS)
+    _, most = map(max, zip(*map(archive.sizes, steps), strict=True))
     return made_up.config_of(
         model={"path": str(model)},
         data={"archive": str(folder)},
+        rollout={"group_size": most},
         learner={
             "source": "offline",
             "objective": objective,
@@ -341,6 +345,67 @@ def test_the_longest_rows_of_all_steps_of_the_run_must_fit(
         check_archive(limited(30, 1, steps=1))
 
 
+def sized(config: Config, size: int, steps: int = STEPS) -> Config:
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"group_size": size}),
+            "run": config.run.model_copy(update={"steps": steps}),
+        }
+    )
+
+
+def read_first(config: Config, folder: Path) -> None:
+    fetch = ArchiveSource(config, folder).take(1, 1)
+    assert not isinstance(fetch, Waiting)
+    fetch()
+
+
+def test_the_group_size_is_that_of_the_archives_largest_groups(
+    made_up: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """Only the second step has groups of five rows."""
+    folder = write(tmp_path / "archive", made_up, (1, 0, 1, 0), traces=False)
+    traced = write(tmp_path / "traced", made_up, (1, 0, 1, 0), traces=True)
+    (traced / archive.file_name(2)).replace(folder / archive.file_name(2))
+    config = config_of(made_up, folder, model, {"name": "dpo"})
+    check_archive(sized(config, 5))
+    read_first(sized(config, 5), folder)
+    check_archive(sized(config, 4, steps=1))
+    for size in (2, 4, 6, 8):
+        with pytest.raises(
+            DataError, match=rf"groups of up to 5 .*={size}: set rollout\.group_size=5$"
+        ):
+            check_archive(sized(config, size))
+    with pytest.raises(
+        DataError, match=r"of step 1 has 4 rows, .*=3: set rollout\.group_size=4, and start over"
+    ):
+        read_first(sized(config, 3), folder)
+
+
+def test_rows_that_a_group_lacks_are_of_its_size(
+    made_up: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """Samples without a verdict, those that a trace replaced, and traces that a new reward leaves out."""
+    folder = write(tmp_path / "archive", made_up, (1, 0, 1, 0), traces=False)
+    path = folder / archive.file_name(1)
+    one, _ = archive.read(path)
+    config = sized(config_of(made_up, folder, model, {"name": "grpo"}), 4, steps=1)
+    silent, replaced, *rest = one.group.samples
+    silent = replace(silent, verdict=Verdict.JUDGE_FAILED)
+    trace = made_up.trace(0)
+    kinds = {
+        "replaced": ((silent, *rest), (trace,), (replaced,), ()),
+        "instead of the one without a verdict": ((silent, replaced, *rest), (trace,), (), ()),
+        "left out": ((silent, *rest), (), (), (trace.trace_id,)),
+    }
+    for samples, traces, gone, names in kinds.values():
+        group = replace(one.group, samples=samples, trace_ids=names)
+        made = dataclasses.replace(one, group=group, traces=traces, replaced=gone)
+        archive.write(path, [made, dataclasses.replace(made, place=1)])
+        check_archive(config)
+        read_first(config, folder)
+
+
 def test_the_refusal_names_those_that_would_learn_and_nothing_is_started(
     made_up: ModuleType,
     tmp_path: Path,
@@ -349,7 +414,7 @@ def test_the_refusal_names_those_that_would_learn_and_nothing_is_started(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "archive", made_up, (1, 0, 1, 0), traces=False)
-    words = ("miniature", "learner.source=offline", "data.archive=archive")
+    words = ("miniature", "learner.source=offline", "data.archive=archive", "rollout.group_size=4")
     assert main(["offline", *words, "learner.objective.name=sft"]) == DataError.exit_code
     said = capsys.readouterr().err
     assert "learner.objective.name=sft learns nothing from data.archive=archive" in said
