@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from ...common.errors import ConfigError, DataError
 from . import named_form
-from .row import Content
+from .row import Content, RowError
 
 ELEMENT = "[]"
 """Stands for the elements of a list in the path of a value."""
@@ -50,16 +50,29 @@ class RowWriter:
         """Writes a row.
 
         Raises:
-            RowError: the form can't hold it.
+            RowError: the form can't hold it, or what it holds would teach something else.
         """
         assert self.form.write is not None
         columns = self.form.write(content)
+        self._check_judgement(self.form.read(columns), content)
         # Not before: whoever made the writer has to be able to discard it.
         self._file = self._file or open(self._part, "w", encoding="utf-8")  # noqa: SIM115
         for name, value in columns.items():
             self._note((name,), value)
         self._file.write(json.dumps(columns, ensure_ascii=False) + "\n")
         self.rows += 1
+
+    def _check_judgement(self, found: Content, content: Content) -> None:
+        """Refuses a row that reads as a response without the data's verdict on it; a question alone may do without."""
+        name = self.form.name
+        if found.target is None:
+            return
+        if content.label is False and found.label is not False:
+            what = f"says that the response is a wrong one, which the form {name} can't hold"
+            raise RowError("label", False, what, "write the rows as labelled or conversation")
+        if content.rejected is not None and found.rejected is None:
+            what = f"has no place in the form {name}"
+            raise RowError("rejected", content.rejected, what, "write pairs as preference")
 
     def finish(self) -> None:
         """Puts the file in its place.

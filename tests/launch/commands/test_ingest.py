@@ -127,12 +127,53 @@ def test_what_a_form_cannot_hold_is_counted(here: Path, capsys: pytest.CaptureFi
     rows = [ROWS["preference"](n) for n in range(4)]
     del rows[2]["gold"]
     write_lines(here / "a.jsonl", rows)
-    (found,) = report(capsys, "a.jsonl", "--write", "b.parquet")
-    assert (found["kept"], found["left_out"]) == (3, {"gold is missing": 1})
+    words = ("--write", "b.parquet", "--as", "question_answer")
+    (found,) = report(capsys, "a.jsonl", *words)
+    assert (found["kept"], found["left_out"]) == (3, {"answer is missing": 1})
     assert main(["ingest", "a.jsonl", "--write", "c.parquet", "--as", "countdown"]) != 0
     assert "no row can be written as countdown" in capsys.readouterr().err
     assert not (here / "c.parquet").exists()
     assert not list(here.glob(".c*"))
+
+
+@pytest.mark.parametrize("form", ["luffy", "prompt_response", "problem_solution", "gsm8k"])
+def test_a_wrong_response_is_not_written_as_one_to_learn_from(
+    form: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(here / "kto.jsonl", [ROWS["labelled"](n) for n in range(1, 7)])
+    (found,) = report(capsys, "kto.jsonl", "--write", "sft.jsonl", "--as", form)
+    reason = f"label says that the response is a wrong one, which the form {form} can't hold"
+    assert (found["kept"], found["left_out"]) == (3, {reason: 3})
+    assert "kto.jsonl row 0, column label: False " in found["first"][reason]
+    written = [row.content.prompt[0].content for row in read_rows(here / "sft.jsonl")]
+    assert written == [asked(n) for n in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("form", ["luffy", "prompt_response", "conversation"])
+def test_a_pair_is_not_written_without_its_worse_response(
+    form: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    solved = [ROWS["labelled"](2), ROWS["preference"](3)]
+    names = []
+    for number, row in enumerate(solved):
+        names.append(write_lines(here / f"{number}.jsonl", [row]).name)
+    words = ("--write", "sft.jsonl", "--as", form)
+    _, found = report(capsys, *names, *words)
+    assert found["left_out"] == {f"rejected has no place in the form {form}": 1}
+    assert len(list(read_rows(here / "sft.jsonl"))) == 1
+
+
+def test_what_the_data_say_of_a_response_stays_with_it(here: Path) -> None:
+    write_lines(here / "kto.jsonl", [ROWS["labelled"](n) for n in range(1, 7)])
+    write_lines(here / "dpo.jsonl", [ROWS["preference"](n) for n in range(1, 7)])
+    assert main(["ingest", "kto.jsonl", "--write", "a.parquet", "--as", "conversation"]) == 0
+    assert [row.content.label for row in read_rows(here / "a.parquet")] == [False, True] * 3
+    assert main(["ingest", "dpo.jsonl", "--write", "b.parquet", "--as", "hh"]) == 0
+    assert {row.content.rejected for row in read_rows(here / "b.parquet")} == {"I don't know."}
+    # A question alone may be written of either.
+    for name in ("kto.jsonl", "dpo.jsonl"):
+        assert main(["ingest", name, "--write", "c.parquet", "--as", "question_answer"]) == 0
+        assert [row.content.target for row in read_rows(here / "c.parquet")] == [None] * 6
 
 
 def test_a_set_and_its_complement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
