@@ -176,6 +176,66 @@ def test_what_the_data_say_of_a_response_stays_with_it(here: Path) -> None:
         assert [row.content.target for row in read_rows(here / "c.parquet")] == [None] * 6
 
 
+VERL = {
+    "answer": "2 * 3 = <<2*3=6>>6\n#### 6",
+    "index": 1,
+    "question": "What is twice 3?",
+    "split": "train",
+}
+"""What verl's rows of GSM8K have in ``extra_info``."""
+
+
+@pytest.mark.parametrize("form", ["conversation", "prompt_response", "question_answer", "prompt"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_rows_other_columns_do_not_make_it_one_of_another_form(
+    form: str, ending: str, here: Path
+) -> None:
+    infos: list[Any] = [
+        {"index": 0},
+        VERL,
+        {"ground_truth": "7", "label": False, "messages": "x", "gold": "7"},
+        {"solution": "\\boxed{7}", "chosen": "a", "rejected": "b", "target": 7, "nums": [1]},
+        {"options": ["a", "b"], "answerKey": "A", "task": {"x": 1}, "output": "7"},
+    ]
+    for number, start in enumerate((infos, infos[1:], infos[3:])):
+        rows = [{**ROWS["luffy"](n), "extra_info": info} for n, info in enumerate(start)]
+        write_lines(here / "a.jsonl", rows)
+        name = f"{number}.{ending}"
+        assert main(["ingest", "a.jsonl", "--write", name, "--as", form]) == 0
+        found = [row.content for row in read_rows(here / name)]
+        first = [row.content for row in read_rows(here / "a.jsonl")]
+        assert [(c.prompt, c.gold, c.label, c.rejected) for c in found] == [
+            (c.prompt, c.gold, None, None) for c in first
+        ]
+        if form in ("conversation", "prompt_response"):
+            assert [c.target for c in found] == [c.target for c in first]
+
+
+def test_a_column_whose_name_is_anothers_is_kept_under_a_name_of_its_own(here: Path) -> None:
+    write_lines(here / "a.jsonl", [{**ROWS["luffy"](3), "extra_info": VERL}])
+    assert main(["ingest", "a.jsonl", "--write", "b.parquet", "--as", "conversation"]) == 0
+    (row,) = read_rows(here / "b.parquet")
+    assert row.content.extra == {
+        "extra_answer": VERL["answer"],
+        "index": 1,
+        "extra_question": VERL["question"],
+        "split": "train",
+    }
+
+
+def test_a_row_that_would_read_as_another_one_is_left_out(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**ROWS["prompt_response"](n), "nums": [1, 2], "target": 3} for n in (1, 2)]
+    write_lines(here / "a.jsonl", [*rows, {"prompt": "?", "response": "#### 1\n", "gold": "(1,2)"}])
+    write_lines(here / "b.jsonl", [ROWS["countdown"](n) for n in (1, 2, 3)])
+    _, found = report(capsys, "b.jsonl", "a.jsonl", "--write", "c.jsonl", "--as", "countdown")
+    other = "row would be read as another one than it is, written as countdown"
+    assert found["left_out"] == {other: 2, "nums is missing": 1}
+    _, found = report(capsys, "b.jsonl", "a.jsonl", "--write", "d.jsonl", "--as", "gsm8k")
+    assert found["left_out"] == {other.replace("countdown", "gsm8k"): 1}
+
+
 def test_a_set_and_its_complement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """LUFFY's SFT -> RL: the right traces first, then the questions that aren't among them."""
     rows = [ROWS["luffy"](n) for n in range(1, 11)]
