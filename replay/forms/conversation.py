@@ -2,7 +2,8 @@
 
 The last message, if it is the assistant's, is the response; those before it are the prompt. With ``turns: all`` of a
 source the prompt is what stands before the first answer, all answers are learned from, and there may be calls of tools
-(``tool_calls``), their results (messages of the role ``tool``) and a column ``tools``. A gold answer may stand in
+(``tool_calls``), their results (messages of the role ``tool``) and a column ``tools``. A text in ``system`` is the first
+message, of the role system, unless there is one. A gold answer may stand in
 ``ground_truth``, ``gold``, ``expected_answer`` or ``answer``, the data set's name in ``dataset`` or ``source``, and in
 ``label`` whether the last answer is a wanted one, true or false (1 or 0); a text that says neither is a column like any other.
 """
@@ -16,6 +17,7 @@ from .form import Form
 from .row import (
     GOLDS,
     SOURCES,
+    SYSTEM,
     TOOL,
     Content,
     Message,
@@ -32,6 +34,7 @@ from .row import (
     source_of,
     truth,
     whole_messages,
+    with_system,
 )
 
 CONVERSATIONS = ("messages", "conversations")
@@ -83,7 +86,7 @@ def _content(
     answered = first_of(row, golds)
     label = _label(row) if target is not None else None
     return Content(
-        prompt=prompt,
+        prompt=with_system(row, prompt),
         gold=gold(row[answered], answered) if answered else "",
         target=target,
         label=label,
@@ -94,6 +97,7 @@ def _content(
                 *CONVERSATIONS,
                 *golds,
                 *SOURCES,
+                SYSTEM,
                 *((TOOLS,) if turns else ()),
                 *(("label",) if label is not None else ()),
             ),

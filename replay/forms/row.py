@@ -20,6 +20,8 @@ SOURCES = ("data_source", "dataset", "source", "problem_source")
 """Columns that may say where a row is from; the first one that isn't blank counts."""
 GOLDS = ("gold", "ground_truth", "expected_answer")
 """Columns that may hold the gold answer; the first one that isn't blank counts."""
+SYSTEM = "system"
+"""Column that may hold the system message of a prompt."""
 MAX_EXTRA = 1_000
 """Longest extra column that is kept, in characters of its JSON."""
 DEEPEST = 6
@@ -199,6 +201,13 @@ def prompt(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
             "a prompt ends with what is asked; put the answer into a column of its own",
         )
     return found
+
+
+def with_system(row: Mapping[str, Any], asked: tuple[Message, ...]) -> tuple[Message, ...]:
+    """A prompt behind the text of the column ``system``, unless it is blank or the prompt has a system message."""
+    if first_filled(row, (SYSTEM,)) is None or (asked and asked[0].role == "system"):
+        return asked
+    return (Message(role="system", content=text(row, SYSTEM)), *asked)
 
 
 def question(content: str) -> tuple[Message, ...]:

@@ -195,6 +195,7 @@ def test_a_rows_other_columns_do_not_make_it_one_of_another_form(
         VERL,
         {"ground_truth": "7", "label": False, "messages": "x", "gold": "7"},
         {"solution": "\\boxed{7}", "chosen": "a", "rejected": "b", "target": 7, "nums": [1]},
+        {"system": "Be short.", "history": [["2+2?", "4"]]},
         {"options": ["a", "b"], "answerKey": "A", "task": {"x": 1}, "output": "7"},
     ]
     for number, start in enumerate((infos, infos[1:], infos[3:])):
