@@ -134,18 +134,21 @@ def run(arguments: argparse.Namespace) -> int:
             )
             for file in files:
                 reports.append(_read(reader, file, arguments, without, writer))
+        # Before the file is made: it says why there is none, if no row can be written.
+        if arguments.json:
+            print(json.dumps(reports, indent=1, ensure_ascii=False))
+        else:
+            unit = (
+                "tokens" if model else "characters (name a tokenizer with --model to count tokens)"
+            )
+            print("\n\n".join(_table(report, unit) for report in reports))
         if writer is not None:
             writer.finish()
+            if not arguments.json:
+                print(f"\n{writer.rows:,} rows written to {writer.path} ({writer.form.name})")
     finally:
         if writer is not None:
             writer.discard()
-    if arguments.json:
-        print(json.dumps(reports, indent=1, ensure_ascii=False))
-    else:
-        unit = "tokens" if model else "characters (name a tokenizer with --model to count tokens)"
-        print("\n\n".join(_table(report, unit) for report in reports))
-        if writer is not None:
-            print(f"\n{writer.rows:,} rows written to {writer.path} ({writer.form.name})")
     if not any(report["kept"] for report in reports):
         rows = sum(report["rows"] for report in reports)
         raise DataError(f"no row can be used, of {rows:,}: the table says what left them out")

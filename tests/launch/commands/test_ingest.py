@@ -131,9 +131,15 @@ def test_what_a_form_cannot_hold_is_counted(here: Path, capsys: pytest.CaptureFi
     (found,) = report(capsys, "a.jsonl", *words)
     assert (found["kept"], found["left_out"]) == (3, {"answer is missing": 1})
     assert main(["ingest", "a.jsonl", "--write", "c.parquet", "--as", "countdown"]) != 0
-    assert "no row can be written as countdown" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "no row can be written as countdown" in err
+    assert "       4  nums is missing\n" in out
     assert not (here / "c.parquet").exists()
     assert not list(here.glob(".c*"))
+    words = ("--write", "c.parquet", "--as", "countdown", "--json")
+    assert main(["ingest", "a.jsonl", *words]) == 2
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["kept"], found["left_out"]) == (0, {"nums is missing": 4})
 
 
 @pytest.mark.parametrize("form", ["luffy", "prompt_response", "problem_solution", "gsm8k"])
