@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,33 +215,35 @@ def _read(
             f"which says how many of its samples can be used"
         )
     source, chosen = _source(file, arguments), None
+
+    def excluded(row: DataRow) -> str | None:
+        return f"in {arguments.without}" if without and _question(row.content) in without else None
+
     if source.limit is not None and source.seed is not None:
         # Which rows are drawn is known once all are.
-        ids = [
-            p.problem_id for c in reader.chunks(source, file, SourceCounts()) for p in c.problems
-        ]
+        chunks = reader.chunks(source, file, SourceCounts(), excluded=excluded)
+        ids = [problem.problem_id for chunk in chunks for problem in chunk.problems]
         chosen = drawn(ids, source.limit, source.seed)
-    counts, lengths, excluded, kept = SourceCounts(), _Lengths(), Counter[str](), 0
+    counts, lengths, not_drawn, kept = SourceCounts(), _Lengths(), 0, 0
     progress = Progress(sys.stderr, f"read {file.name}:", _rows_of(file))
     seen = 0
-    for chunk in reader.chunks(source, file, counts):
+    for chunk in reader.chunks(source, file, counts, excluded=excluded):
         for problem, row, trace in chunk.of_rows():
             if chosen is not None and problem.problem_id not in chosen:
-                excluded["not drawn"] += 1
-            elif without and _question(row.content) in without:
-                excluded[f"in {arguments.without}"] += 1
+                not_drawn += 1
             elif writer is None or _written(writer, row, counts):
                 kept += 1
                 lengths.add(problem, trace)
         progress.add(counts.seen - seen)
         seen = counts.seen
     progress.end()
-    left_out = {reason: number for number, reason in counts.left_out() if number}
+    subset = [(not_drawn, "not drawn"), (counts.over_limit, "over --limit")]
+    left_out = {reason: number for number, reason in [*counts.left_out(), *subset] if number}
     return {
         "file": str(file),
         "rows": counts.seen,
         "kept": kept,
-        "left_out": {**left_out, **excluded},
+        "left_out": left_out,
         "first": dict(counts.bad_rows.first),
         "lengths": lengths.summary(),
     }

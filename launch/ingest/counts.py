@@ -28,6 +28,8 @@ class SourceCounts:
     """Traces left out because they are over ``rollout.max_new_tokens``; the problem stays."""
     filtered: dict[str, int] = field(default_factory=dict)
     """Rows left out by the source's own filters, by filter."""
+    over_limit: int = 0
+    """Rows that can be used and were read, but come after as many as the source's ``limit`` says."""
     refused_traces: dict[str, int] = field(default_factory=dict)
     """Traces left out because ``expert.accept`` lacks their verdict, by verdict."""
     unpaid_traces: int = 0

@@ -257,6 +257,24 @@ def test_a_set_and_its_complement(here: Path, capsys: pytest.CaptureFixture[str]
     assert asked_of == [asked(n) for n in range(1, 5)]
 
 
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_limit_counts_rows_that_are_not_excluded(
+    drawn: bool, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [ROWS["question_answer"](n) for n in range(1, 11)]
+    write_lines(here / "all.jsonl", rows)
+    write_lines(here / "first.jsonl", rows[:6])
+    words = ["--except", "first.jsonl", "--limit", "3", *(["--seed", "1"] if drawn else [])]
+    write = ["--write", "b.parquet", "--as", "question_answer"]
+    (found,) = report(capsys, "all.jsonl", *words, *write)
+    why = "not drawn" if drawn else "over --limit"
+    assert (found["rows"], found["kept"]) == (10, 3)
+    assert found["left_out"] == {"in first.jsonl": 6, why: 1}
+    written = {row.content.prompt[0].content for row in read_rows(here / "b.parquet")}
+    assert len(written) == 3
+    assert written < {asked(n) for n in range(7, 11)}
+
+
 def test_a_smaller_subset_is_a_part_of_a_larger_one(here: Path) -> None:
     write_lines(here / "a.jsonl", [ROWS["question_answer"](n) for n in range(200)])
     found = []
