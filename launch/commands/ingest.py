@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     tokenizer = load_tokenizer(model) if model else Characters()
     writer = RowWriter(arguments.write, arguments.into or "luffy") if arguments.write else None
-    without = _questions(arguments.without) if arguments.without else frozenset()
+    without = _questions(arguments.without, arguments.form) if arguments.without else frozenset()
     reports = []
     try:
         with Grader(config.reward) as grader:
@@ -294,16 +294,41 @@ def _rows_of(file: Path) -> int | None:
 
 
 def _question(content: Content) -> bytes:
-    """Digest of what a row asks."""
+    """Digest of what a row asks; without a prompt, of the task that its environment shows."""
     import hashlib
 
     said = [m.content for m in content.prompt if m.role == "user"]
     said += [one["content"] for one in content.turns if one["role"] == "user"]
     asked = "\0".join(text.strip() for text in said)
+    if not content.prompt:
+        asked = json.dumps(content.extra.get("task"), sort_keys=True)
     return hashlib.blake2b(asked.encode(), digest_size=16).digest()
 
 
-def _questions(path: str) -> frozenset[bytes]:
-    from ...replay.forms import LeftOut, read_rows
+def _questions(name: str, form: str | None) -> frozenset[bytes]:
+    """Digests of what the rows of a file ask.
 
-    return frozenset(_question(row.content) for row in read_rows(Path(path), None, LeftOut()))
+    Args:
+        name: a file, a folder or a name on the hub.
+        form: the form of the other files, which counts for this one if its columns show none.
+
+    Raises:
+        DataError: it can't be read, or not one of its rows.
+    """
+    from ...replay.forms import LeftOut, check_form, read_rows
+
+    path = hub.local(name, Path(name).expanduser())
+    try:
+        check_form(path)
+    except DataError:
+        # Otherwise the error stands.
+        check_form(path, form)
+    else:
+        form = None
+    left_out = LeftOut()
+    found = frozenset(_question(row.content) for row in read_rows(path, form, left_out))
+    if not found:
+        raise DataError(
+            f"--except {name}: not one of its rows can be read: {next(iter(left_out.first.values()))}"
+        )
+    return found

@@ -257,6 +257,39 @@ def test_a_set_and_its_complement(here: Path, capsys: pytest.CaptureFixture[str]
     assert asked_of == [asked(n) for n in range(1, 5)]
 
 
+def test_tasks_without_a_prompt_are_told_apart(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [ROWS["task"](n) for n in range(1, 6)]
+    write_lines(here / "all.jsonl", rows)
+    again = [{**row, "task": dict(reversed(row["task"].items())), "gold": "0"} for row in rows]
+    write_lines(here / "some.jsonl", again[:2])
+    (found,) = report(capsys, "all.jsonl", "--except", "some.jsonl")
+    assert (found["kept"], found["left_out"]) == (3, {"in some.jsonl": 2})
+
+
+def test_excluded_questions_are_found_like_other_files(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a home folder, in the hub's cache, and in a form that has to be named."""
+    monkeypatch.setenv("HOME", str(here))
+    monkeypatch.setenv("HF_HOME", str(here / "hf"))
+    both: list[Any] = [
+        {"question": asked(n), "answer": str(2 * n), "prompt": asked(n), "response": "?"}
+        for n in range(4)
+    ]
+    write_lines(here / "all.jsonl", both)
+    write_lines(here / "some.jsonl", both[:1])
+    write_lines(here / "other.jsonl", [ROWS["question_answer"](0)])
+    cached = here / "hf" / "tandem" / "an-org--sums--train"
+    cached.mkdir(parents=True)
+    write_lines(cached / "train.jsonl", both[:1])
+    (cached / ".complete").touch()
+    for name in ("~/some.jsonl", "an-org/sums:train", "other.jsonl"):
+        (found,) = report(capsys, "all.jsonl", "--form", "question_answer", "--except", name)
+        assert (found["kept"], found["left_out"]) == (3, {f"in {name}": 1})
+
+
 @pytest.mark.parametrize("drawn", [False, True])
 def test_a_limit_counts_rows_that_are_not_excluded(
     drawn: bool, here: Path, capsys: pytest.CaptureFixture[str]
@@ -360,6 +393,8 @@ def test_a_form_of_ones_own_is_found_where_the_command_is_given(here: Path) -> N
         (["none.jsonl"], "none.jsonl is missing"),
         (["a.jsonl", "--form", "gsm9k"], "form=gsm9k isn't known"),
         (["a.jsonl", "--as", "gsm9k", "--write", "x.parquet"], "form=gsm9k isn't known"),
+        (["a.jsonl", "--except", "none.jsonl"], "none.jsonl is missing"),
+        (["a.jsonl", "--except", "bad.jsonl"], "--except bad.jsonl: not one of its rows"),
         (["a.jsonl", "--limit", "0"], "at least 1 row"),
         (["data.max_prompt_tokens=4"], "name at least one data file"),
         (["a.jsonl", "data.max_promt_tokens=4"], "max_prompt_tokens"),
@@ -369,6 +404,7 @@ def test_refusals(
     words: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_lines(here / "a.jsonl", [ROWS["question_answer"](1)])
+    write_lines(here / "bad.jsonl", [{"question": "", "answer": "1"}])
     before = sorted(here.iterdir())
     assert main(["ingest", *words]) != 0
     err = capsys.readouterr().err
