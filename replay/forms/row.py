@@ -15,6 +15,8 @@ from ...common.records import Float32Array
 ROLES = ("system", "user", "assistant")
 TOOL = "tool"
 """The role of a message with a tool's result."""
+WEIGHT = "weight"
+"""Key of an answer's message that says whether it is learned from, in OpenAI's format for fine-tuning."""
 SHOWN = 60
 SOURCES = ("data_source", "dataset", "source", "problem_source")
 """Columns that may say where a row is from; the first one that isn't blank counts."""
@@ -137,6 +139,15 @@ def whole_messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     return found
 
 
+def is_learned(message: Mapping[str, Any], column: str) -> bool:
+    """Whether an answer's weight lets it be learned from: it may be 1 or 0, and is 1 without one."""
+    weight = message.get(WEIGHT)
+    learned = True if is_missing(weight) else truth(weight)
+    if learned is None:
+        raise RowError(column, weight, "is the weight of an answer", "it must be 1 or 0")
+    return learned
+
+
 def as_list(value: Any, column: str) -> list[Any]:
     """A list of maps, which may be stored as JSON."""
     found = _from_json(value)
@@ -174,7 +185,8 @@ def _items(row: Mapping[str, Any], column: str) -> Iterator[dict[str, Any]]:
     for item in value:
         if isinstance(item, dict) and {"from", "value"} <= item.keys():
             said = item["from"]
-            yield {"role": _SHAREGPT.get(said, said), "content": item["value"]}
+            role = _SHAREGPT.get(said, said)
+            yield {"role": role, "content": item["value"], WEIGHT: item.get(WEIGHT)}
         elif (
             isinstance(item, dict)
             and "role" in item
