@@ -24,7 +24,7 @@ from ...common.config.groups import has_groups, replays_own
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, Problem, Verdict
 from ...replay.forms import Content, DataRow, RowError, read_rows
-from ...replay.forms.conversation import unread_label
+from ...replay.forms.conversation import unread_label, unused_tools
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, Grader
 from . import turns
@@ -508,6 +508,7 @@ class SourceReader:
             earlier = any(message.role == "assistant" for message in content.prompt)
             # Of a pair both responses go on from the same answers.
             counts.earlier_answers += earlier and content.rejected is None
+            counts.unused_tools += unused_tools(draft.row.raw, content)
         return lengths
 
     def _told_apart(self, draft: _Draft, counts: SourceCounts) -> bool:

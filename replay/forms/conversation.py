@@ -133,6 +133,12 @@ def unread_label(row: Mapping[str, Any], content: Content) -> RowError | None:
     return _no_label(row["label"])
 
 
+def unused_tools(row: Mapping[str, Any], content: Content) -> bool:
+    """Whether a conversation is offered tools that its prompt doesn't show, as only one does that is read whole."""
+    is_one = first_of(row, CONVERSATIONS) is not None and not content.turns
+    return is_one and first_filled(row, (TOOLS,)) is not None and row[TOOLS] not in ([], "[]")
+
+
 def _no_label(given: Any) -> RowError:
     way_out = "store a boolean, or give the column another name if it doesn't judge the answer"
     return RowError("label", given, "isn't true or false", way_out)

@@ -344,6 +344,17 @@ def test_by_default_the_last_answer_is_learned_from_and_the_others_are_told_of()
     assert "earlier answers" not in str(counts)
 
 
+def test_tools_that_no_prompt_shows_are_told_of() -> None:
+    tok = tokenizer("chatml")
+    rows = [{"messages": CHAT[:3], "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [], "")]
+    problems, _, counts = read(tok, *rows)
+    assert not any("multiply" in problem.prompt_text for problem in problems)
+    assert "2 rows' tools (only turns=all shows them in the prompt)" in str(counts)
+    problems, _, counts = read(tok, *rows[:2], turns="all")
+    assert all("multiply" in problem.prompt_text for problem in problems)
+    assert "tools" not in str(counts)
+
+
 def test_a_conversation_of_one_answer_is_the_same_either_way() -> None:
     tok = tokenizer("chatml")
     _, (last,), _ = read(tok, {"messages": CHAT[:3]})
