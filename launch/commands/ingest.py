@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     tokenizer = load_tokenizer(model) if model else Characters()
     writer = RowWriter(arguments.write, arguments.into or "luffy") if arguments.write else None
-    without = _questions(arguments.without) if arguments.without else frozenset()
+    without = _questions(arguments.without, arguments.form) if arguments.without else frozenset()
     reports = []
     try:
         with Grader(config.reward) as grader:
@@ -134,18 +133,21 @@ def run(arguments: argparse.Namespace) -> int:
             )
             for file in files:
                 reports.append(_read(reader, file, arguments, without, writer))
+        # Before the file is made: it says why there is none, if no row can be written.
+        if arguments.json:
+            print(json.dumps(reports, indent=1, ensure_ascii=False))
+        else:
+            unit = (
+                "tokens" if model else "characters (name a tokenizer with --model to count tokens)"
+            )
+            print("\n\n".join(_table(report, unit) for report in reports))
         if writer is not None:
             writer.finish()
+            if not arguments.json:
+                print(f"\n{writer.rows:,} rows written to {writer.path} ({writer.form.name})")
     finally:
         if writer is not None:
             writer.discard()
-    if arguments.json:
-        print(json.dumps(reports, indent=1, ensure_ascii=False))
-    else:
-        unit = "tokens" if model else "characters (name a tokenizer with --model to count tokens)"
-        print("\n\n".join(_table(report, unit) for report in reports))
-        if writer is not None:
-            print(f"\n{writer.rows:,} rows written to {writer.path} ({writer.form.name})")
     if not any(report["kept"] for report in reports):
         rows = sum(report["rows"] for report in reports)
         raise DataError(f"no row can be used, of {rows:,}: the table says what left them out")
@@ -213,33 +215,35 @@ def _read(
             f"which says how many of its samples can be used"
         )
     source, chosen = _source(file, arguments), None
+
+    def excluded(row: DataRow) -> str | None:
+        return f"in {arguments.without}" if without and _question(row.content) in without else None
+
     if source.limit is not None and source.seed is not None:
         # Which rows are drawn is known once all are.
-        ids = [
-            p.problem_id for c in reader.chunks(source, file, SourceCounts()) for p in c.problems
-        ]
+        chunks = reader.chunks(source, file, SourceCounts(), excluded=excluded)
+        ids = [problem.problem_id for chunk in chunks for problem in chunk.problems]
         chosen = drawn(ids, source.limit, source.seed)
-    counts, lengths, excluded, kept = SourceCounts(), _Lengths(), Counter[str](), 0
+    counts, lengths, not_drawn, kept = SourceCounts(), _Lengths(), 0, 0
     progress = Progress(sys.stderr, f"read {file.name}:", _rows_of(file))
     seen = 0
-    for chunk in reader.chunks(source, file, counts):
+    for chunk in reader.chunks(source, file, counts, excluded=excluded):
         for problem, row, trace in chunk.of_rows():
             if chosen is not None and problem.problem_id not in chosen:
-                excluded["not drawn"] += 1
-            elif without and _question(row.content) in without:
-                excluded[f"in {arguments.without}"] += 1
+                not_drawn += 1
             elif writer is None or _written(writer, row, counts):
                 kept += 1
                 lengths.add(problem, trace)
         progress.add(counts.seen - seen)
         seen = counts.seen
     progress.end()
-    left_out = {reason: number for number, reason in counts.left_out() if number}
+    subset = [(not_drawn, "not drawn"), (counts.over_limit, "over --limit")]
+    left_out = {reason: number for number, reason in [*counts.left_out(), *subset] if number}
     return {
         "file": str(file),
         "rows": counts.seen,
         "kept": kept,
-        "left_out": {**left_out, **excluded},
+        "left_out": left_out,
         "first": dict(counts.bad_rows.first),
         "lengths": lengths.summary(),
     }
@@ -290,16 +294,41 @@ def _rows_of(file: Path) -> int | None:
 
 
 def _question(content: Content) -> bytes:
-    """Digest of what a row asks."""
+    """Digest of what a row asks; without a prompt, of the task that its environment shows."""
     import hashlib
 
     said = [m.content for m in content.prompt if m.role == "user"]
     said += [one["content"] for one in content.turns if one["role"] == "user"]
     asked = "\0".join(text.strip() for text in said)
+    if not content.prompt:
+        asked = json.dumps(content.extra.get("task"), sort_keys=True)
     return hashlib.blake2b(asked.encode(), digest_size=16).digest()
 
 
-def _questions(path: str) -> frozenset[bytes]:
-    from ...replay.forms import LeftOut, read_rows
+def _questions(name: str, form: str | None) -> frozenset[bytes]:
+    """Digests of what the rows of a file ask.
 
-    return frozenset(_question(row.content) for row in read_rows(Path(path), None, LeftOut()))
+    Args:
+        name: a file, a folder or a name on the hub.
+        form: the form of the other files, which counts for this one if its columns show none.
+
+    Raises:
+        DataError: it can't be read, or not one of its rows.
+    """
+    from ...replay.forms import LeftOut, check_form, read_rows
+
+    path = hub.local(name, Path(name).expanduser())
+    try:
+        check_form(path)
+    except DataError:
+        # Otherwise the error stands.
+        check_form(path, form)
+    else:
+        form = None
+    left_out = LeftOut()
+    found = frozenset(_question(row.content) for row in read_rows(path, form, left_out))
+    if not found:
+        raise DataError(
+            f"--except {name}: not one of its rows can be read: {next(iter(left_out.first.values()))}"
+        )
+    return found

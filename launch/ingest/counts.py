@@ -28,6 +28,8 @@ class SourceCounts:
     """Traces left out because they are over ``rollout.max_new_tokens``; the problem stays."""
     filtered: dict[str, int] = field(default_factory=dict)
     """Rows left out by the source's own filters, by filter."""
+    over_limit: int = 0
+    """Rows that can be used and were read, but come after as many as the source's ``limit`` says."""
     refused_traces: dict[str, int] = field(default_factory=dict)
     """Traces left out because ``expert.accept`` lacks their verdict, by verdict."""
     unpaid_traces: int = 0
@@ -42,6 +44,8 @@ class SourceCounts:
     """Those whose chosen response has fewer."""
     earlier_answers: int = 0
     """Traces of conversations with earlier answers, which aren't learned from."""
+    unused_tools: int = 0
+    """Traces of conversations whose prompts don't show the tools that they are offered."""
     lacking: list[str] = field(default_factory=list)
     """What a reward that grades an archive anew asks for and some of its groups lack."""
     unfit_logprobs: int = 0
@@ -74,6 +78,7 @@ class SourceCounts:
                 self.earlier_answers,
                 "rows' earlier answers (only the last one of each row is learned from)",
             ),
+            (self.unused_tools, "rows' tools (only turns=all shows them in the prompt)"),
             (self.unfit_logprobs, "traces whose log-probs aren't one a token (taken off)"),
             *((n, f"traces graded {verdict}") for verdict, n in self.refused_traces.items()),
             (self.unpaid_traces, "traces graded correct and paid nothing (is a gate closed?)"),

@@ -24,7 +24,7 @@ from ...common.config.groups import has_groups, replays_own
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, Float32Array, Problem, Verdict
 from ...replay.forms import Content, DataRow, RowError, read_rows
-from ...replay.forms.conversation import unread_label
+from ...replay.forms.conversation import unread_label, unused_tools
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, Grader
 from . import turns
@@ -170,10 +170,22 @@ class SourceReader:
         return problems, traces, counts
 
     def chunks(
-        self, source: SourceConfig | EvalSetConfig, file: Path, counts: SourceCounts
+        self,
+        source: SourceConfig | EvalSetConfig,
+        file: Path,
+        counts: SourceCounts,
+        *,
+        excluded: Callable[[DataRow], str | None] = lambda row: None,
     ) -> Iterator[Chunk]:
         """The same in chunks, in the file's order, with the counts so far. A subset that is drawn by a
-        seed is not: it can only be drawn once all rows are known."""
+        seed is not: it can only be drawn once all rows are known.
+
+        Args:
+            source: what is read.
+            file: where it is.
+            counts: what becomes of its rows is added to them.
+            excluded: why a row isn't wanted, whatever it holds; None = it is. Such a row doesn't count for the limit.
+        """
         name = source.short_name
         left_out = None if self._config.data.bad_rows == "refuse" else counts.bad_rows
         whole = getattr(source, "turns", "last") == "all"
@@ -182,10 +194,12 @@ class SourceReader:
         rows = read_rows(file, source.form, left_out, whole=whole)
         limit = source.limit if getattr(source, "seed", None) is None else None
         done = 0
-        for drafts in self._rendered_chunks(rows, file, counts, ahead=limit is None):
+        for drafts in self._rendered_chunks(rows, file, counts, excluded, ahead=limit is None):
             made = self._chunk(name, self._prompts(drafts, counts), source, counts)
             if limit is not None:
+                usable = len(made.problems)
                 made = first_of(made, limit - done)
+                counts.over_limit += usable - len(made.problems)
             done += len(made.problems)
             counts.problems += len(made.problems)
             counts.traces += len(made.traces)
@@ -194,7 +208,13 @@ class SourceReader:
                 return
 
     def _rendered_chunks(
-        self, rows: Iterator[DataRow], file: Path, counts: SourceCounts, *, ahead: bool
+        self,
+        rows: Iterator[DataRow],
+        file: Path,
+        counts: SourceCounts,
+        excluded: Callable[[DataRow], str | None],
+        *,
+        ahead: bool,
     ) -> Iterator[_Rendered]:
         """Chunks of rendered rows, whose prompts are being encoded by another thread.
 
@@ -206,7 +226,14 @@ class SourceReader:
             while chunk := [with_tests(row, self._grader) for row in islice(rows, CHUNK_ROWS)]:
                 self._doing(f"{file.name}: row {chunk[-1].number + 1:,}")
                 counts.used += len(chunk)
-                waiting.append(self._render(self._golds(chunk, counts), counts, encoder))
+                wanted = []
+                for row in chunk:
+                    reason = excluded(row)
+                    if reason is None:
+                        wanted.append(row)
+                    else:
+                        counts.filter(reason, 1)
+                waiting.append(self._render(self._golds(wanted, counts), counts, encoder))
                 if len(waiting) > ahead:
                     yield waiting.popleft()
             yield from waiting
@@ -486,6 +513,7 @@ class SourceReader:
             earlier = any(message.role == "assistant" for message in content.prompt)
             # Of a pair both responses go on from the same answers.
             counts.earlier_answers += earlier and content.rejected is None
+            counts.unused_tools += unused_tools(draft.row.raw, content)
         self._add_logprobs(drafts, counts)
         return lengths
 

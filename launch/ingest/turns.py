@@ -23,7 +23,7 @@ from ...common.config.checks.choices import whole_conversations
 from ...common.errors import ConfigError
 from ...common.records import Source
 from ...replay.forms import Content, RowError
-from ...replay.forms.row import as_messages
+from ...replay.forms.row import as_messages, is_learned
 
 COLUMN = "messages"
 WAY_OUT = "set turns=last, or give the model's folder another chat_template.jinja"
@@ -39,6 +39,8 @@ class Answer:
     """What the assistant says."""
     after: str
     """The special token that ends it, and what the template writes between it and the next answer."""
+    learned: bool = True
+    """Whether it is learned from; False = context, since the data give it a weight of 0."""
 
 
 def check(config: Config, tokenizer: Any) -> None:
@@ -99,7 +101,8 @@ def answers(tokenizer: Any, content: Content, config: Config) -> tuple[Answer, .
             whole = before[number + 1]
             _check_begins(whole, text, f"message {places[number + 1] + 1}")
         end = closed.start(1)
-        found.append(Answer(said=text[len(start) : end], after=whole[end:]))
+        learned = is_learned(messages[place], COLUMN)
+        found.append(Answer(said=text[len(start) : end], after=whole[end:], learned=learned))
     return tuple(found)
 
 
@@ -141,11 +144,12 @@ def encode(
     encoded = iter(prompts.encode_all(tokenizer, texts))
     for each in conversations:
         tokens, sources = [], []
-        for _ in each:
+        for answer in each:
             said, after = next(encoded), next(encoded)
             tokens += [said, after]
             # The special token is the assistant's.
-            sources += [Source.EXPERT] * (len(said) + 1) + [Source.ENVIRONMENT] * (len(after) - 1)
+            own = Source.EXPERT if answer.learned else Source.ENVIRONMENT
+            sources += [own] * (len(said) + 1) + [Source.ENVIRONMENT] * (len(after) - 1)
         joined = prompts.ended(tokenizer, np.concatenate(tokens))
         sources += [Source.EXPERT] * (len(joined) - len(sources))
         yield joined, np.array(sources, np.uint8)

@@ -2,7 +2,8 @@
 
 The last message, if it is the assistant's, is the response; those before it are the prompt. With ``turns: all`` of a
 source the prompt is what stands before the first answer, all answers are learned from, and there may be calls of tools
-(``tool_calls``), their results (messages of the role ``tool``) and a column ``tools``. A gold answer may stand in
+(``tool_calls``), their results (messages of the role ``tool``) and a column ``tools``. A text in ``system`` is the first
+message, of the role system, unless there is one. An answer whose message has a ``weight`` of 0 isn't learned from. A gold answer may stand in
 ``ground_truth``, ``gold``, ``expected_answer`` or ``answer``, the data set's name in ``dataset`` or ``source``, and in
 ``label`` whether the last answer is a wanted one, true or false (1 or 0); a text that says neither is a column like any other.
 """
@@ -16,6 +17,7 @@ from .form import Form
 from .row import (
     GOLDS,
     SOURCES,
+    SYSTEM,
     TOOL,
     Content,
     Message,
@@ -25,6 +27,7 @@ from .row import (
     first_filled,
     first_of,
     gold,
+    is_learned,
     is_missing,
     messages,
     others,
@@ -32,9 +35,11 @@ from .row import (
     source_of,
     truth,
     whole_messages,
+    with_system,
 )
 
 CONVERSATIONS = ("messages", "conversations")
+LEARN_OTHERS = "set turns=all of the source to learn from the other answers"
 TOOLS = "tools"
 """Column with the tools that a conversation is offered."""
 
@@ -43,6 +48,8 @@ def read(row: Mapping[str, Any]) -> Content:
     column = _column(row)
     found = messages(row, column)
     target = found[-1].content if found[-1].role == "assistant" else None
+    if target is not None and not is_learned(row[column][-1], column):
+        raise RowError(column, target, "ends with an answer of weight 0", LEARN_OTHERS)
     prompt = found[:-1] if target is not None else found
     return _content(row, prompt, target)
 
@@ -53,7 +60,10 @@ def read_whole(row: Mapping[str, Any]) -> Content:
     answers = [place for place, one in enumerate(found) if one["role"] == "assistant"]
     if not answers:
         return read(row)
-    first, last = answers[0], answers[-1]
+    learned = [place for place in answers if is_learned(found[place], column)]
+    if not learned:
+        raise RowError(column, row[column], "has only answers of weight 0", "leave the row out")
+    first, last = answers[0], learned[-1]
     if any(one["role"] == TOOL for one in found[:first]):
         raise RowError(
             column, row[column], "begins with a tool's message", "let an answer call the tool"
@@ -83,7 +93,7 @@ def _content(
     answered = first_of(row, golds)
     label = _label(row) if target is not None else None
     return Content(
-        prompt=prompt,
+        prompt=with_system(row, prompt),
         gold=gold(row[answered], answered) if answered else "",
         target=target,
         label=label,
@@ -94,6 +104,7 @@ def _content(
                 *CONVERSATIONS,
                 *golds,
                 *SOURCES,
+                SYSTEM,
                 *((TOOLS,) if turns else ()),
                 *(("label",) if label is not None else ()),
             ),
@@ -120,6 +131,12 @@ def unread_label(row: Mapping[str, Any], content: Content) -> RowError | None:
     if judged or first_of(row, CONVERSATIONS) is None or first_filled(row, ("label",)) is None:
         return None
     return _no_label(row["label"])
+
+
+def unused_tools(row: Mapping[str, Any], content: Content) -> bool:
+    """Whether a conversation is offered tools that its prompt doesn't show, as only one does that is read whole."""
+    is_one = first_of(row, CONVERSATIONS) is not None and not content.turns
+    return is_one and first_filled(row, (TOOLS,)) is not None and row[TOOLS] not in ([], "[]")
 
 
 def _no_label(given: Any) -> RowError:

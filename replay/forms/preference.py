@@ -16,11 +16,11 @@ from .form import Form
 from .row import (
     GOLDS,
     SOURCES,
+    SYSTEM,
     Content,
     Message,
     RowError,
     as_prompt,
-    first_filled,
     first_of,
     gold_of,
     instruction,
@@ -32,10 +32,11 @@ from .row import (
     question,
     source_of,
     text,
+    with_system,
 )
 
 PROMPTS = ("prompt", "question", "instruction", "input")
-WITH_PROMPT = (*PROMPTS, "system")
+WITH_PROMPT = (*PROMPTS, SYSTEM)
 
 
 def read(row: Mapping[str, Any]) -> Content:
@@ -52,12 +53,10 @@ def read(row: Mapping[str, Any]) -> Content:
             chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
     if not asked:
         raise RowError("prompt", None, "is missing", "both responses have to begin with it, else")
-    if asked[0].role != "system" and first_filled(row, ("system",)):
-        asked = (Message(role="system", content=text(row, "system")), *asked)
     check_pair(chosen, rejected)
     used = (*WITH_PROMPT, "context") if row.get("instruction") is not None else WITH_PROMPT
     return Content(
-        prompt=asked,
+        prompt=with_system(row, asked),
         gold=gold_of(row),
         target=chosen,
         rejected=rejected,

@@ -5,6 +5,8 @@ column (the first that isn't blank)                  meaning
 ===================================================  ==================================================
 ``prompt``, ``instruction``, ``query``               the question: text, or a list of messages
 ``input``, ``context``                               with ``instruction``: what it is about; may be blank
+``system``                                           the system message, unless the prompt has one; may be blank
+``history``                                          earlier turns, ``[question, answer]`` each; may be empty
 ``response``, ``completion``, ``output``             the answer: text, or one assistant message
 ``gold``, ``ground_truth``, ``expected_answer``      the gold answer; may be absent
 ``data_source``, ``dataset``, …                      where the row is from (``row.SOURCES``); may be absent
@@ -21,10 +23,13 @@ from .form import Form
 from .row import (
     GOLDS,
     SOURCES,
+    SYSTEM,
     Content,
+    Message,
     RowError,
     ability,
     as_prompt,
+    first_filled,
     first_of,
     gold_of,
     instruction,
@@ -34,9 +39,13 @@ from .row import (
     prompt,
     response,
     source_of,
+    with_system,
 )
 
 PROMPTS = ("prompt", "instruction", "query")
+HISTORY = "history"
+BEFORE = (SYSTEM, HISTORY)
+"""Columns with what stands before the question."""
 RESPONSES = ("response", "completion", "output")
 
 
@@ -49,14 +58,39 @@ def read(row: Mapping[str, Any]) -> Content:
         raise RowError("prompt", None, "is missing", "give the row a prompt")
     if answered is None:
         raise RowError("response", None, "is missing", "give the row a response")
+    last = instruction(row) if asked == "instruction" else prompt(row, asked)
     return Content(
-        prompt=instruction(row) if asked == "instruction" else prompt(row, asked),
+        prompt=with_system(row, (*_earlier(row, asked), *last)),
         gold=gold_of(row),
         target=response(row, answered),
         data_source=source_of(row),
         ability=ability(row),
-        extra=others(row, (*PROMPTS, *RESPONSES, *GOLDS, *SOURCES, *used, "ability")),
+        extra=others(row, (*PROMPTS, *RESPONSES, *GOLDS, *SOURCES, *used, *BEFORE, "ability")),
     )
+
+
+def _earlier(row: Mapping[str, Any], asked: str) -> tuple[Message, ...]:
+    """The earlier turns, as LLaMA-Factory has them beside the last question."""
+    turns = row.get(HISTORY)
+    if first_filled(row, (HISTORY,)) is None or turns == []:
+        return ()
+    if isinstance(row[asked], list):
+        way_out = "put the earlier turns into the prompt"
+        raise RowError(HISTORY, turns, "stands beside a prompt of messages", way_out)
+    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
+        way_out = "store a list of [question, answer], or give the column another name"
+        raise RowError(HISTORY, turns, "isn't a list of earlier turns", way_out)
+    roles = ("user", "assistant")
+    return tuple(
+        Message(role=role, content=said)
+        for turn in turns
+        for role, said in zip(roles, turn, strict=True)
+    )
+
+
+def _is_turn(turn: Any) -> bool:
+    pair = isinstance(turn, list) and len(turn) == 2
+    return pair and all(isinstance(said, str) and said.strip() for said in turn)
 
 
 def write(content: Content) -> dict[str, Any]:
@@ -76,7 +110,7 @@ FORM = Form(
     name="prompt_response",
     about="prompt/response, prompt/completion, instruction/output",
     columns=tuple((asked, answered) for asked in PROMPTS for answered in RESPONSES),
-    also=(*GOLDS, *SOURCES, "ability"),
+    also=(*GOLDS, *SOURCES, *BEFORE, "ability"),
     read=read,
     write=write,
 )

@@ -15,11 +15,15 @@ from ...common.records import Float32Array
 ROLES = ("system", "user", "assistant")
 TOOL = "tool"
 """The role of a message with a tool's result."""
+WEIGHT = "weight"
+"""Key of an answer's message that says whether it is learned from, in OpenAI's format for fine-tuning."""
 SHOWN = 60
 SOURCES = ("data_source", "dataset", "source", "problem_source")
 """Columns that may say where a row is from; the first one that isn't blank counts."""
 GOLDS = ("gold", "ground_truth", "expected_answer")
 """Columns that may hold the gold answer; the first one that isn't blank counts."""
+SYSTEM = "system"
+"""Column that may hold the system message of a prompt."""
 MAX_EXTRA = 1_000
 """Longest extra column that is kept, in characters of its JSON."""
 DEEPEST = 6
@@ -135,6 +139,15 @@ def whole_messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     return found
 
 
+def is_learned(message: Mapping[str, Any], column: str) -> bool:
+    """Whether an answer's weight lets it be learned from: it may be 1 or 0, and is 1 without one."""
+    weight = message.get(WEIGHT)
+    learned = True if is_missing(weight) else truth(weight)
+    if learned is None:
+        raise RowError(column, weight, "is the weight of an answer", "it must be 1 or 0")
+    return learned
+
+
 def as_list(value: Any, column: str) -> list[Any]:
     """A list of maps, which may be stored as JSON."""
     found = _from_json(value)
@@ -172,7 +185,8 @@ def _items(row: Mapping[str, Any], column: str) -> Iterator[dict[str, Any]]:
     for item in value:
         if isinstance(item, dict) and {"from", "value"} <= item.keys():
             said = item["from"]
-            yield {"role": _SHAREGPT.get(said, said), "content": item["value"]}
+            role = _SHAREGPT.get(said, said)
+            yield {"role": role, "content": item["value"], WEIGHT: item.get(WEIGHT)}
         elif (
             isinstance(item, dict)
             and "role" in item
@@ -199,6 +213,13 @@ def prompt(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
             "a prompt ends with what is asked; put the answer into a column of its own",
         )
     return found
+
+
+def with_system(row: Mapping[str, Any], asked: tuple[Message, ...]) -> tuple[Message, ...]:
+    """A prompt behind the text of the column ``system``, unless it is blank or the prompt has a system message."""
+    if first_filled(row, (SYSTEM,)) is None or (asked and asked[0].role == "system"):
+        return asked
+    return (Message(role="system", content=text(row, SYSTEM)), *asked)
 
 
 def question(content: str) -> tuple[Message, ...]:

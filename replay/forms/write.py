@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from msgspec.structs import replace
 
 from ...common.errors import ConfigError, DataError
-from . import named_form
-from .row import Content
+from . import FORMS, form_of, named_form
+from .form import Form
+from .row import Content, RowError
 
 ELEMENT = "[]"
 """Stands for the elements of a list in the path of a value."""
@@ -43,6 +45,14 @@ class RowWriter:
         self._part = self.path.with_name(f".{self.path.name}.part")
         self._made = self.path.with_name(f".{self.path.name}.made")
         self._file: TextIO | None = None
+        own = set(chain(*self.form.columns))
+        self._taken = {n for form in FORMS for n in (*chain(*form.columns), *form.also)} - own
+        """Columns by which other forms are known, or in which a form looks."""
+        self._first: dict[str, Any] = {}
+        self._names: dict[str, None] = {}
+        """The columns of all rows."""
+        self._known = self.form
+        """The form by which the first row is known, with these columns."""
         self._kinds: dict[tuple[str, ...], set[str]] = {}
         """The kinds of values of each column, and of each key of the structs and of the elements of the lists in it."""
 
@@ -50,16 +60,67 @@ class RowWriter:
         """Writes a row.
 
         Raises:
-            RowError: the form can't hold it.
+            RowError: the form can't hold it, or what it holds would teach something else.
         """
-        assert self.form.write is not None
-        columns = self.form.write(content)
+        columns = self._row(content)
+        self._known = self._form_of(columns)
+        self._first = self._first or columns
+        self._names |= dict.fromkeys(columns)
         # Not before: whoever made the writer has to be able to discard it.
         self._file = self._file or open(self._part, "w", encoding="utf-8")  # noqa: SIM115
         for name, value in columns.items():
             self._note((name,), value)
         self._file.write(json.dumps(columns, ensure_ascii=False) + "\n")
         self.rows += 1
+
+    def _row(self, content: Content) -> dict[str, Any]:
+        """A row that is known by its columns in the file, and reads as the content."""
+        assert self.form.write is not None
+        columns = self.form.write(content)
+        found = self._read_back(columns, content)
+        if found is None:
+            # The names of other columns may show another form, or be those in which this one looks.
+            extra = {
+                f"extra_{name}" if name in self._taken else name: value
+                for name, value in content.extra.items()
+            }
+            columns = self.form.write(replace(content, extra=extra))
+            found = self._read_back(columns, content)
+        if found is None:
+            self.form.read(columns)  # Its own error says more.
+            what = f"would be read as another one than it is, written as {self.form.name}"
+            raise RowError("row", columns, what, "write it in another form")
+        self._check_judgement(found, content)
+        return columns
+
+    def _read_back(self, columns: dict[str, Any], content: Content) -> Content | None:
+        """What a row reads as, in the form that its columns show; None if it isn't the content."""
+        try:
+            known = self._form_of(columns)
+            found = self.form.read(columns)
+            same = known is self.form or _said(known.read(columns)) == _said(found)
+        except DataError:
+            return None
+        return found if same and _is_of(found, content) else None
+
+    def _form_of(self, columns: dict[str, Any]) -> Form:
+        """The form of the file with this row, in which rows have one another's columns."""
+        if columns.keys() <= self._names.keys():
+            return self._known
+        names = self._names | dict.fromkeys(columns)
+        return form_of(self.path, names | (self._first or columns))
+
+    def _check_judgement(self, found: Content, content: Content) -> None:
+        """Refuses a row that reads as a response without the data's verdict on it; a question alone may do without."""
+        name = self.form.name
+        if found.target is None:
+            return
+        if content.label is False and found.label is not False:
+            what = f"says that the response is a wrong one, which the form {name} can't hold"
+            raise RowError("label", False, what, "write the rows as labelled or conversation")
+        if content.rejected is not None and found.rejected is None:
+            what = f"has no place in the form {name}"
+            raise RowError("rejected", content.rejected, what, "write pairs as preference")
 
     def finish(self) -> None:
         """Puts the file in its place.
@@ -95,11 +156,10 @@ class RowWriter:
     def _batches(self) -> Iterator[list[dict[str, Any]]]:
         """Rows with all columns; where values of a column, of a key in it, or elements of its lists are of several
         kinds, they are JSON."""
-        columns = [path[0] for path in self._kinds if len(path) == 1]
         with open(self._part, encoding="utf-8") as lines:
             while chosen := list(islice(lines, 1_000)):
                 yield [
-                    {name: self._of_one_kind((name,), row.get(name)) for name in columns}
+                    {name: self._of_one_kind((name,), row.get(name)) for name in self._names}
                     for row in map(json.loads, chosen)
                 ]
 
@@ -125,6 +185,23 @@ class RowWriter:
         if isinstance(value, list):
             return [self._of_one_kind((*path, ELEMENT), inner) for inner in value]
         return value
+
+
+def _said(content: Content) -> tuple[Any, ...]:
+    """What a row is used for: whom it asks what, and what is known of the answer."""
+    # Some forms begin or end texts in lines of their own.
+    prompt = tuple((message.role, message.content.split()) for message in content.prompt)
+    judged = content.label, content.rejected
+    return prompt, content.gold.strip(), content.target, *judged
+
+
+def _is_of(found: Content, content: Content) -> bool:
+    """Whether a row that is read again says nothing that it didn't say. Not every form holds all."""
+    prompt, gold, target, *judged = _said(found)
+    asked, known, answer, *verdicts = _said(content)
+    if prompt != asked or gold not in ("", known) or (target is not None and answer is None):
+        return False
+    return all(now in (None, then) for now, then in zip(judged, verdicts, strict=True))
 
 
 def _kind(value: Any) -> str:

@@ -127,12 +127,120 @@ def test_what_a_form_cannot_hold_is_counted(here: Path, capsys: pytest.CaptureFi
     rows = [ROWS["preference"](n) for n in range(4)]
     del rows[2]["gold"]
     write_lines(here / "a.jsonl", rows)
-    (found,) = report(capsys, "a.jsonl", "--write", "b.parquet")
-    assert (found["kept"], found["left_out"]) == (3, {"gold is missing": 1})
+    words = ("--write", "b.parquet", "--as", "question_answer")
+    (found,) = report(capsys, "a.jsonl", *words)
+    assert (found["kept"], found["left_out"]) == (3, {"answer is missing": 1})
     assert main(["ingest", "a.jsonl", "--write", "c.parquet", "--as", "countdown"]) != 0
-    assert "no row can be written as countdown" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "no row can be written as countdown" in err
+    assert "       4  nums is missing\n" in out
     assert not (here / "c.parquet").exists()
     assert not list(here.glob(".c*"))
+    words = ("--write", "c.parquet", "--as", "countdown", "--json")
+    assert main(["ingest", "a.jsonl", *words]) == 2
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["kept"], found["left_out"]) == (0, {"nums is missing": 4})
+
+
+@pytest.mark.parametrize("form", ["luffy", "prompt_response", "problem_solution", "gsm8k"])
+def test_a_wrong_response_is_not_written_as_one_to_learn_from(
+    form: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(here / "kto.jsonl", [ROWS["labelled"](n) for n in range(1, 7)])
+    (found,) = report(capsys, "kto.jsonl", "--write", "sft.jsonl", "--as", form)
+    reason = f"label says that the response is a wrong one, which the form {form} can't hold"
+    assert (found["kept"], found["left_out"]) == (3, {reason: 3})
+    assert "kto.jsonl row 0, column label: False " in found["first"][reason]
+    written = [row.content.prompt[0].content for row in read_rows(here / "sft.jsonl")]
+    assert written == [asked(n) for n in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("form", ["luffy", "prompt_response", "conversation"])
+def test_a_pair_is_not_written_without_its_worse_response(
+    form: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    solved = [ROWS["labelled"](2), ROWS["preference"](3)]
+    names = []
+    for number, row in enumerate(solved):
+        names.append(write_lines(here / f"{number}.jsonl", [row]).name)
+    words = ("--write", "sft.jsonl", "--as", form)
+    _, found = report(capsys, *names, *words)
+    assert found["left_out"] == {f"rejected has no place in the form {form}": 1}
+    assert len(list(read_rows(here / "sft.jsonl"))) == 1
+
+
+def test_what_the_data_say_of_a_response_stays_with_it(here: Path) -> None:
+    write_lines(here / "kto.jsonl", [ROWS["labelled"](n) for n in range(1, 7)])
+    write_lines(here / "dpo.jsonl", [ROWS["preference"](n) for n in range(1, 7)])
+    assert main(["ingest", "kto.jsonl", "--write", "a.parquet", "--as", "conversation"]) == 0
+    assert [row.content.label for row in read_rows(here / "a.parquet")] == [False, True] * 3
+    assert main(["ingest", "dpo.jsonl", "--write", "b.parquet", "--as", "hh"]) == 0
+    assert {row.content.rejected for row in read_rows(here / "b.parquet")} == {"I don't know."}
+    # A question alone may be written of either.
+    for name in ("kto.jsonl", "dpo.jsonl"):
+        assert main(["ingest", name, "--write", "c.parquet", "--as", "question_answer"]) == 0
+        assert [row.content.target for row in read_rows(here / "c.parquet")] == [None] * 6
+
+
+VERL = {
+    "answer": "2 * 3 = <<2*3=6>>6\n#### 6",
+    "index": 1,
+    "question": "What is twice 3?",
+    "split": "train",
+}
+"""What verl's rows of GSM8K have in ``extra_info``."""
+
+
+@pytest.mark.parametrize("form", ["conversation", "prompt_response", "question_answer", "prompt"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_rows_other_columns_do_not_make_it_one_of_another_form(
+    form: str, ending: str, here: Path
+) -> None:
+    infos: list[Any] = [
+        {"index": 0},
+        VERL,
+        {"ground_truth": "7", "label": False, "messages": "x", "gold": "7"},
+        {"solution": "\\boxed{7}", "chosen": "a", "rejected": "b", "target": 7, "nums": [1]},
+        {"system": "Be short.", "history": [["2+2?", "4"]]},
+        {"options": ["a", "b"], "answerKey": "A", "task": {"x": 1}, "output": "7"},
+    ]
+    for number, start in enumerate((infos, infos[1:], infos[3:])):
+        rows = [{**ROWS["luffy"](n), "extra_info": info} for n, info in enumerate(start)]
+        write_lines(here / "a.jsonl", rows)
+        name = f"{number}.{ending}"
+        assert main(["ingest", "a.jsonl", "--write", name, "--as", form]) == 0
+        found = [row.content for row in read_rows(here / name)]
+        first = [row.content for row in read_rows(here / "a.jsonl")]
+        assert [(c.prompt, c.gold, c.label, c.rejected) for c in found] == [
+            (c.prompt, c.gold, None, None) for c in first
+        ]
+        if form in ("conversation", "prompt_response"):
+            assert [c.target for c in found] == [c.target for c in first]
+
+
+def test_a_column_whose_name_is_anothers_is_kept_under_a_name_of_its_own(here: Path) -> None:
+    write_lines(here / "a.jsonl", [{**ROWS["luffy"](3), "extra_info": VERL}])
+    assert main(["ingest", "a.jsonl", "--write", "b.parquet", "--as", "conversation"]) == 0
+    (row,) = read_rows(here / "b.parquet")
+    assert row.content.extra == {
+        "extra_answer": VERL["answer"],
+        "index": 1,
+        "extra_question": VERL["question"],
+        "split": "train",
+    }
+
+
+def test_a_row_that_would_read_as_another_one_is_left_out(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**ROWS["prompt_response"](n), "nums": [1, 2], "target": 3} for n in (1, 2)]
+    write_lines(here / "a.jsonl", [*rows, {"prompt": "?", "response": "#### 1\n", "gold": "(1,2)"}])
+    write_lines(here / "b.jsonl", [ROWS["countdown"](n) for n in (1, 2, 3)])
+    _, found = report(capsys, "b.jsonl", "a.jsonl", "--write", "c.jsonl", "--as", "countdown")
+    other = "row would be read as another one than it is, written as countdown"
+    assert found["left_out"] == {other: 2, "nums is missing": 1}
+    _, found = report(capsys, "b.jsonl", "a.jsonl", "--write", "d.jsonl", "--as", "gsm8k")
+    assert found["left_out"] == {other.replace("countdown", "gsm8k"): 1}
 
 
 def test_a_set_and_its_complement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +255,57 @@ def test_a_set_and_its_complement(here: Path, capsys: pytest.CaptureFixture[str]
     assert (rl["kept"], rl["left_out"]) == (4, {"in sft.parquet": 6})
     asked_of = [row.content.prompt[0].content for row in read_rows(here / "rl.parquet")]
     assert asked_of == [asked(n) for n in range(1, 5)]
+
+
+def test_tasks_without_a_prompt_are_told_apart(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [ROWS["task"](n) for n in range(1, 6)]
+    write_lines(here / "all.jsonl", rows)
+    again = [{**row, "task": dict(reversed(row["task"].items())), "gold": "0"} for row in rows]
+    write_lines(here / "some.jsonl", again[:2])
+    (found,) = report(capsys, "all.jsonl", "--except", "some.jsonl")
+    assert (found["kept"], found["left_out"]) == (3, {"in some.jsonl": 2})
+
+
+def test_excluded_questions_are_found_like_other_files(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a home folder, in the hub's cache, and in a form that has to be named."""
+    monkeypatch.setenv("HOME", str(here))
+    monkeypatch.setenv("HF_HOME", str(here / "hf"))
+    both: list[Any] = [
+        {"question": asked(n), "answer": str(2 * n), "prompt": asked(n), "response": "?"}
+        for n in range(4)
+    ]
+    write_lines(here / "all.jsonl", both)
+    write_lines(here / "some.jsonl", both[:1])
+    write_lines(here / "other.jsonl", [ROWS["question_answer"](0)])
+    cached = here / "hf" / "tandem" / "an-org--sums--train"
+    cached.mkdir(parents=True)
+    write_lines(cached / "train.jsonl", both[:1])
+    (cached / ".complete").touch()
+    for name in ("~/some.jsonl", "an-org/sums:train", "other.jsonl"):
+        (found,) = report(capsys, "all.jsonl", "--form", "question_answer", "--except", name)
+        assert (found["kept"], found["left_out"]) == (3, {f"in {name}": 1})
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_limit_counts_rows_that_are_not_excluded(
+    drawn: bool, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [ROWS["question_answer"](n) for n in range(1, 11)]
+    write_lines(here / "all.jsonl", rows)
+    write_lines(here / "first.jsonl", rows[:6])
+    words = ["--except", "first.jsonl", "--limit", "3", *(["--seed", "1"] if drawn else [])]
+    write = ["--write", "b.parquet", "--as", "question_answer"]
+    (found,) = report(capsys, "all.jsonl", *words, *write)
+    why = "not drawn" if drawn else "over --limit"
+    assert (found["rows"], found["kept"]) == (10, 3)
+    assert found["left_out"] == {"in first.jsonl": 6, why: 1}
+    written = {row.content.prompt[0].content for row in read_rows(here / "b.parquet")}
+    assert len(written) == 3
+    assert written < {asked(n) for n in range(7, 11)}
 
 
 def test_a_smaller_subset_is_a_part_of_a_larger_one(here: Path) -> None:
@@ -234,6 +393,8 @@ def test_a_form_of_ones_own_is_found_where_the_command_is_given(here: Path) -> N
         (["none.jsonl"], "none.jsonl is missing"),
         (["a.jsonl", "--form", "gsm9k"], "form=gsm9k isn't known"),
         (["a.jsonl", "--as", "gsm9k", "--write", "x.parquet"], "form=gsm9k isn't known"),
+        (["a.jsonl", "--except", "none.jsonl"], "none.jsonl is missing"),
+        (["a.jsonl", "--except", "bad.jsonl"], "--except bad.jsonl: not one of its rows"),
         (["a.jsonl", "--limit", "0"], "at least 1 row"),
         (["data.max_prompt_tokens=4"], "name at least one data file"),
         (["a.jsonl", "data.max_promt_tokens=4"], "max_prompt_tokens"),
@@ -243,6 +404,7 @@ def test_refusals(
     words: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_lines(here / "a.jsonl", [ROWS["question_answer"](1)])
+    write_lines(here / "bad.jsonl", [{"question": "", "answer": "1"}])
     before = sorted(here.iterdir())
     assert main(["ingest", *words]) != 0
     err = capsys.readouterr().err

@@ -179,6 +179,56 @@ def test_results_of_several_calls_are_one_message_where_the_template_joins_them(
     )
 
 
+@pytest.mark.parametrize("weight", [0, 0.0, False])
+def test_an_answer_of_weight_0_is_context(weight: Any) -> None:
+    """As in OpenAI's format for fine-tuning."""
+    tok = tokenizer("chatml")
+    said_by = [one["role"] for one in PLAYED]
+    chats = []
+    for silent in ({1}, {3}, {5}, {1, 3}):
+        weights = [0 if place in silent else 1 for place in range(len(PLAYED))]
+        chat = [
+            {**one, "weight": weights[place] or weight} if role == "assistant" else one
+            for place, (one, role) in enumerate(zip(PLAYED, said_by, strict=True))
+        ]
+        chats.append({"messages": chat})
+    _, traces, _ = read(tok, *chats, turns="all")
+    call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 1, "b": 22}}\n</tool_call>'
+    every = [f"{call}<|im_end|>", "It is 22.<|im_end|>", "Gladly<|im_end|>"]
+    assert [[text for own, text in runs(tok, trace) if own] for trace in traces] == [
+        every[1:],
+        [every[0], every[2]],
+        every[:2],
+        every[2:],
+    ]
+    _, (whole,), _ = read(tok, {"messages": PLAYED}, turns="all")
+    assert traces[0].tokens.tolist() == whole.tokens.tolist()
+    assert traces[2].text == "It is 22."
+
+
+def test_a_conversation_without_an_answer_to_learn_from_is_left_out() -> None:
+    tok = tokenizer("chatml")
+    asked, answer = said("user", "1+1?"), said("assistant", "2")
+    shared = {"from": "gpt", "value": "2", "weight": 0}
+    rows = [
+        {"messages": [asked, answer]},
+        {"messages": [asked, {**answer, "weight": 0}]},
+        {"messages": [asked, {**answer, "weight": 0.5}]},
+        {"messages": [asked, answer, asked, {**answer, "weight": 0}]},
+        {"conversations": [{"from": "human", "value": "1+1?"}, shared]},
+    ]
+    no_weight = "messages is the weight of an answer"
+    problems, _, counts = read(tok, *rows[:4])
+    assert [problem.problem_id for problem in problems] == ["a/0"]
+    assert counts.bad_rows.counts == {"messages ends with an answer of weight 0": 2, no_weight: 1}
+    problems, _, counts = read(tok, *rows[:4], turns="all")
+    assert [problem.problem_id for problem in problems] == ["a/0", "a/3"]
+    assert counts.bad_rows.counts == {"messages has only answers of weight 0": 1, no_weight: 1}
+    for turns in ("last", "all"):
+        with pytest.raises(DataError, match="of weight 0"):
+            read(tok, rows[4], turns=turns)
+
+
 def test_the_end_token_follows_once_where_the_template_ends_turns_with_another_one() -> None:
     tok = deepcopy(tokenizer("chatml"))
     tok.eos_token = "<|endoftext|>"
@@ -292,6 +342,17 @@ def test_by_default_the_last_answer_is_learned_from_and_the_others_are_told_of()
     _, (first, _), counts = read(tok, {"messages": chat}, {"messages": CHAT[:3]}, turns="all")
     assert first.source is not None
     assert "earlier answers" not in str(counts)
+
+
+def test_tools_that_no_prompt_shows_are_told_of() -> None:
+    tok = tokenizer("chatml")
+    rows = [{"messages": CHAT[:3], "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [], "")]
+    problems, _, counts = read(tok, *rows)
+    assert not any("multiply" in problem.prompt_text for problem in problems)
+    assert "2 rows' tools (only turns=all shows them in the prompt)" in str(counts)
+    problems, _, counts = read(tok, *rows[:2], turns="all")
+    assert all("multiply" in problem.prompt_text for problem in problems)
+    assert "tools" not in str(counts)
 
 
 def test_a_conversation_of_one_answer_is_the_same_either_way() -> None:

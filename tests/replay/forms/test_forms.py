@@ -31,6 +31,10 @@ def all_of(path: Path, form: str | None = None) -> list[DataRow]:
     return list(read_rows(path, form))
 
 
+def said(role: str, content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
 def test_every_form_has_rows_here():
     assert sorted(ROWS) == sorted(BAD) == sorted(FORM_NAMES)
 
@@ -212,6 +216,79 @@ def test_a_prompt_with_a_system_message_keeps_it(tmp_path: Path):
     assert [message.content for message in found.content.prompt] == ["Own.", "2+2?"]
 
 
+BE_SHORT = Message(role="system", content="Be short.")
+SHARED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": SHARED},
+        {"messages": [said("user", "2+2?"), said("assistant", "4")]},
+        {"instruction": "2+2?", "input": "", "output": "4"},
+        {"prompt": [said("user", "2+2?")], "completion": "4", "label": True},
+    ],
+)
+def test_a_system_prompt_may_stand_in_a_column(row: dict[str, Any], tmp_path: Path):
+    """As in Bespoke-Stratos, OpenThoughts and LLaMA-Factory's forms."""
+    rows = [{"system": system, **row} for system in ("Be short.", " ", None)]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    user = Message(role="user", content="2+2?")
+    whole = "messages" in row or "conversations" in row
+    for all_answers in {False, whole}:
+        found = [one.content for one in read_rows(path, whole=all_answers)]
+        assert [content.prompt for content in found] == [(BE_SHORT, user), (user,), (user,)]
+        assert [(content.target, content.extra) for content in found] == [("4", {})] * 3
+    left_out = LeftOut()
+    write_lines(path, [{**row, "system": 7}])
+    assert list(read_rows(path, left_out=left_out)) == []
+    assert left_out.counts == {"system isn't text": 1}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [said("system", "Own."), said("user", "2+2?"), said("assistant", "4")]},
+        {"prompt": [said("system", "Own."), said("user", "2+2?")], "response": "4"},
+    ],
+)
+def test_a_system_message_counts_before_the_column(row: dict[str, Any], tmp_path: Path):
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [{**row, "system": "Be short."}]))
+    assert [m.content for m in found.content.prompt] == ["Own.", "2+2?"]
+
+
+def test_earlier_turns_may_stand_in_a_column(tmp_path: Path):
+    """LLaMA-Factory's ``history``."""
+    row = {"instruction": "Add 1.", "input": "", "output": "5", "system": "Be short."}
+    rows = [{**row, "history": turns} for turns in ([["2+2?", "4"]], [], None, "")]
+    for path in (
+        write_lines(tmp_path / "a.jsonl", rows),
+        write_parquet(tmp_path / "a.parquet", rows[:3]),
+    ):
+        first, *others = (one.content for one in all_of(path))
+        said_before = [(m.role, m.content) for m in first.prompt]
+        assert said_before == [
+            ("system", "Be short."),
+            ("user", "2+2?"),
+            ("assistant", "4"),
+            ("user", "Add 1."),
+        ]
+        assert (first.target, first.extra) == ("5", {})
+        assert {len(content.prompt) for content in others} == {2}
+    bad = [
+        {**row, "history": "the war"},
+        {**row, "history": [["2+2?"]]},
+        {"prompt": [said("user", "q")], "response": "r", "history": [["2+2?", "4"]]},
+    ]
+    left_out = LeftOut()
+    path = write_lines(tmp_path / "b.jsonl", bad)
+    assert list(read_rows(path, "prompt_response", left_out)) == []
+    assert left_out.counts == {
+        "history isn't a list of earlier turns": 2,
+        "history stands beside a prompt of messages": 1,
+    }
+
+
 @pytest.mark.parametrize("column", ["input", "context"])
 def test_an_instruction_comes_with_what_it_is_about(column: str, tmp_path: Path):
     """Alpaca's ``input`` and Dolly's ``context``, which are blank in many rows."""
@@ -257,10 +334,6 @@ def test_open_math_reasoning_is_read(tmp_path: Path):
     (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
     assert (found.content.gold, found.content.target) == ("4", "<think>hm</think> \\boxed{4}")
     assert found.content.extra == {"pass_rate_72b_tir": "0.9"}
-
-
-def said(role: str, content: str | None, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
 
 
 def test_a_conversation_can_be_read_with_all_its_answers(tmp_path: Path):
