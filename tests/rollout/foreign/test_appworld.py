@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from tandem.launch.run.opened.presets import load
+from tandem.rollout.environments import appworld
 from tandem.rollout.environments.appworld import (
     NO_CODE,
     AppWorld,
@@ -113,6 +115,28 @@ def test_episodes_at_a_time_have_a_server_each(world: Any) -> None:
     two.reset({"task_id": "sum_2"})
     assert one.step(RIGHT)[1] == 1.0
     assert two.step("<code>apis.supervisor.complete_task(answer=4)</code>")[1] == 1.0
+
+
+def test_two_episodes_that_find_the_same_port_free_have_a_server_each(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither server listens yet when both choose."""
+    first = appworld.free_port()
+    chosen = iter([first, first, appworld.free_port()])
+    monkeypatch.setattr(appworld, "free_port", lambda: next(chosen))
+    one, two = world(), world()
+    with ThreadPoolExecutor() as both:
+        list(both.map(lambda it: it.reset({"task_id": "sum_1"}), (one, two)))
+    assert one._port != two._port
+    assert one.step(RIGHT)[1] == 1.0
+    assert two.step(WRONG)[1] == 0.5
+    # The port is free again after its server's end.
+    port = one._port
+    one.close()
+    monkeypatch.setattr(appworld, "free_port", lambda: port)
+    two.close()
+    two.reset({"task_id": "sum_2"})
+    assert two._port == port
 
 
 @pytest.mark.parametrize("code", ["crash", "die"])
