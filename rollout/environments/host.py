@@ -65,15 +65,19 @@ def confine(order: Order, parent: int) -> None:
 
 
 def _is_public(target: str) -> bool:
-    """Whether any user may read the environment's module, its package, and Python itself."""
+    """Whether any user may read the environment's module, its package, and Python itself; not if there is no such module."""
     top = target.partition(":")[0].partition(".")[0]
     files = [os.__file__, __file__, sys.executable]
-    with contextlib.suppress(ImportError, ValueError):
+    try:
         spec = importlib.util.find_spec(top)
-        if spec is not None and spec.origin is not None and os.path.exists(spec.origin):
-            files.append(spec.origin)
-        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-            files += [os.path.join(folder, name) for name in os.listdir(folder)][:1000]
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return False
+    if spec.origin is not None and os.path.exists(spec.origin):
+        files.append(spec.origin)
+    for folder in spec.submodule_search_locations or ():
+        files += [os.path.join(folder, name) for name in os.listdir(folder)][:1000]
     return all(
         readable_by_others(file) for file in files if not os.path.basename(file).startswith("__pyc")
     )
@@ -95,8 +99,9 @@ def serve(channel: Channel, parent: int) -> int:
     order = channel.hear()
     if not isinstance(order, Order):
         return 0
-    confine(order, parent)
+    # Before, since it depends on the module's file which user may read it.
     sys.path += [folder for folder in order.path if folder not in sys.path]
+    confine(order, parent)
     try:
         play_one = load(order.form, order.target, order.params)
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
