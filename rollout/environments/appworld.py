@@ -84,6 +84,8 @@ class AppWorld:
         max_interactions: greatest number of answers.
         single_turn: whether the first answer is the only one; it is evaluated in any case.
         suffix: what the message with the task ends in.
+        outputs: folder for what its servers write, which must be in ``experiments/outputs`` below the root; None = one
+            with a name of its own.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class AppWorld:
         max_interactions: int = 30,
         single_turn: bool = False,
         suffix: str = "",
+        outputs: str | None = None,
     ) -> None:
         self._command = shlex.split(command)
         self._root = Path(root or ".").absolute()
@@ -103,7 +106,8 @@ class AppWorld:
         self._port = 0
         self._claim: socket.socket | None = None
         # Each server writes what it does into a folder of that name: two episodes of a task must not share one.
-        self._experiment = f"tandem-{os.getpid()}-{secrets.token_hex(4)}"
+        own = f"tandem-{os.getpid()}-{secrets.token_hex(4)}"
+        self._experiment = Path(outputs or own).name
         self._task = ""
         self._steps = 0
 

@@ -54,14 +54,34 @@ def confine(order: Order, parent: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.chdir(order.folder)
     no_new_privileges()
+    for path in order.reads:
+        os.stat(path)
+    public = _is_public(order.target) and all(map(readable_by_others, order.reads))
+    own = [order.folder]
+    if order.outputs is not None:
+        _make(order.outputs)
+        own.append(order.outputs)
+        public = public and readable_by_others(order.outputs)
     user = order.user
-    if user is not None and _is_public(order.target) and can_drop_user(user):
-        os.chown(order.folder, user, user)
+    if user is not None and public and can_drop_user(user):
+        for folder in own:
+            os.chown(folder, user, user)
         resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
         drop_user(user)
     adopt_orphans()
     # Last, since a change of user clears it.
     die_with(parent)
+
+
+def _make(outputs: str) -> None:
+    try:
+        os.makedirs(outputs)
+        # Whatever the umask: its user must be seen to get there.
+        os.chmod(outputs, 0o755)
+    except OSError as error:
+        raise PermissionError(
+            f"{outputs} can't be made ({error.strerror}): let the user who starts Tandem write there"
+        ) from None
 
 
 def _is_public(target: str) -> bool:
@@ -101,8 +121,8 @@ def serve(channel: Channel, parent: int) -> int:
         return 0
     # Before, since it depends on the module's file which user may read it.
     sys.path += [folder for folder in order.path if folder not in sys.path]
-    confine(order, parent)
     try:
+        confine(order, parent)
         play_one = load(order.form, order.target, order.params)
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
         channel.say(Raised(last_line(error)))

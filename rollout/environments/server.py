@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
+import shutil
 import signal
 import socket as sockets_of_the_system
 import tempfile
@@ -298,7 +300,16 @@ def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
     settings = spec.model_dump(mode="json")
     if isinstance(spec, AppWorldEnvironment):
         del settings["form"]
-        return {"form": "text", "target": APPWORLD, "params": settings}
+        root = Path(spec.root or ".").absolute()
+        found = shutil.which(next(iter(shlex.split(spec.command)), ""))
+        program = [] if found is None else [Path(found), Path(found).with_name("python")]
+        return {
+            "form": "text",
+            "target": APPWORLD,
+            "params": settings,
+            "reads": [str(root), *(str(p) for p in (root / "data", *program) if p.exists())],
+            "outputs": str(root / "experiments/outputs"),
+        }
     return settings
 
 

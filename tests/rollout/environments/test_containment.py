@@ -234,3 +234,32 @@ def test_root_stays_root_for_a_module_that_only_root_can_read(
     command = [sys.executable, "-P", "-c", AS_ROOT, str(shared / "start"), str(shared / "own")]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.stdout == f"0 {user} {msgspec.msgpack.encode(['ready'])!r}\n", ran.stderr
+
+
+WITH_OUTPUTS = """
+import os, sys
+from tandem.rollout.environments import host
+from tandem.rollout.environments.pipes import Order
+host._is_public = lambda target: True  # Whatever Python's folder allows here.
+root, own = sys.argv[1:]
+outputs = f"{root}/experiments/outputs/tandem-1"
+order = Order("", "json:loads", {}, [], 1 << 34, 61000, own, [root], outputs)
+host.confine(order, os.getppid())
+open(f"{outputs}/written", "w").close()
+print(os.geteuid(), os.stat(f"{outputs}/written").st_uid)
+"""
+
+
+@pytest.mark.parametrize(("mode", "user"), [(0o700, 0), (0o755, 61000)])
+def test_a_user_who_writes_elsewhere_gets_a_folder_there(
+    shared: Path, mode: int, user: int
+) -> None:
+    """As AppWorld's servers do, below a root that root has made."""
+    if not can_drop_user():
+        pytest.skip("only root's processes become other users")
+    for name in ("root", "own"):
+        (shared / name).mkdir()
+    (shared / "root").chmod(mode)
+    command = [sys.executable, "-c", WITH_OUTPUTS, str(shared / "root"), str(shared / "own")]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stdout == f"{user} {user}\n", ran.stderr

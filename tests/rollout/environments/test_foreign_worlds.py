@@ -11,12 +11,15 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 from environment_runs import Playing, Run, make_run
 
 from tandem.common.records import Verdict
+from tandem.replay.store import RunStore
 
 FOREIGN = Path(__file__).resolve().parents[1] / "foreign"
 APPWORLD = f"{sys.executable} {FOREIGN / 'appworld_standin.py'} {{port}}"
+RIGHT = "<code>apis.supervisor.complete_task(answer=42)</code>"
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +91,15 @@ def test_an_error_of_appworlds_server_is_a_failure(play_one: Any) -> None:
     assert played.failure is Verdict.ENV_RESET
 
 
-def test_nothing_is_left_when_the_server_ends(run: Run, running: Any) -> None:
+def test_nothing_is_left_when_the_server_ends(run: Run, running: Any, play_one: Any) -> None:
+    assert play_one("appworld", {"task_id": "sum_1"}, lambda _: RIGHT)[0].failure is None
+    spec = yaml.safe_load(RunStore(run.store).config_yaml())["environments"]["use"]["appworld"]
+    outputs = Path(spec["root"]) / "experiments/outputs"
+    assert list(outputs.iterdir())
     below = psutil.Process(running.pid).children(recursive=True)
     assert below
     running.terminate()
     assert running.wait(30) == 0
     psutil.wait_procs(below, timeout=20)
     assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not list(outputs.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tandem.common.config.environments import AppWorldEnvironment
 from tandem.launch.run.opened.presets import load
 from tandem.rollout.environments import appworld
 from tandem.rollout.environments.appworld import (
@@ -23,6 +25,8 @@ from tandem.rollout.environments.appworld import (
     opening,
     share_passed,
 )
+from tandem.rollout.environments.hosts import Hosts
+from tandem.rollout.environments.process import Bounds, NotStarted
 from tandem.rollout.environments.server import hosted
 
 STANDIN = Path(__file__).resolve().parent / "appworld_standin.py"
@@ -200,3 +204,25 @@ def test_the_prompt_names_no_call_that_it_doesnt_explain() -> None:
         "apis.supervisor",
         "apis.supervisor.complete_task",
     }
+
+
+@pytest.mark.parametrize("root", ["nowhere", "a_file"])
+def test_a_root_without_a_place_for_outputs_is_refused_at_the_start(
+    tmp_path: Path, root: str
+) -> None:
+    (tmp_path / "a_file").touch()
+    spec = AppWorldEnvironment(command=COMMAND, root=str(tmp_path / root))
+    bounds = Bounds(reset_seconds=30, step_seconds=30, episode_seconds=30, memory_mb=2048)
+
+    async def body() -> None:
+        loaded = hosted(spec)
+        assert loaded is not None
+        hosts = Hosts({"appworld": loaded}, bounds, 1)
+        try:
+            with pytest.raises(NotStarted, match=f"{root}.*") as refused:
+                await hosts.check("appworld")
+            assert refused.value.refused
+        finally:
+            await hosts.close()
+
+    asyncio.run(body())
