@@ -287,10 +287,19 @@ def worlds_of(config: Config, hosts: Hosts, logs: Path) -> dict[str, World]:
     worlds: dict[str, World] = {}
     for name, spec in config.environments.use.items():
         if isinstance(spec, VerifiersEnvironment):
-            worlds[name] = VerifiersWorld(name, spec, hosts.family, logs / f"{name}.log")
+            worlds[name] = VerifiersWorld(name, spec, hosts.family, logs / log_name(name))
         else:
             worlds[name] = HostWorld(name, hosts)
     return worlds
+
+
+def log_name(name: str) -> str:
+    """Name of the log of an environment, whose own name may have slashes, as those of verifiers' hub have.
+
+    >>> log_name("primeintellect/wordle")
+    'primeintellect-wordle.log'
+    """
+    return f"{name.replace('/', '-')}.log"
 
 
 def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:

@@ -42,6 +42,8 @@ def test_what_can_be_played_is_accepted() -> None:
         (["environments.use={one: {form: text, target: a b}}"], "should be an import path"),
         (["environments.use={one: {form: game, target: 'a:b'}}"], "form"),
         ([USE, "environments.tools=xml"], "environments.tools"),
+        (["environments.use={'': {form: text, target: 'a:b'}}"], "the name '' of 0 bytes"),
+        ([f"environments.use={{{'n' * 201}: {{form: text, target: 'a:b'}}}}"], "of 201 bytes"),
         ([USE, "environments.max_turns=0"], "environments.max_turns"),
         ([USE, "environments.step_seconds=0"], "environments.step_seconds"),
     ],

@@ -38,6 +38,12 @@ def run(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 "config": {},
                 "path": [str(FOREIGN / "standin")],
             },
+            "far/cards": {
+                "form": "verifiers",
+                "python": str(python),
+                "config": {},
+                "path": [str(FOREIGN / "standin")],
+            },
             "appworld": {"form": "appworld", "command": APPWORLD, "root": root},
         }
         made = make_run(server, folder, use=use, reset_seconds=30.0)
@@ -51,8 +57,9 @@ def row(name: str) -> dict[str, Any]:
 
 def test_episodes_of_verifiers(play: Any) -> None:
     async def body(playing: Playing) -> None:
-        played = await playing.play("cards", row("played"))
-        assert (played.reward, played.failure) == (0.0, None)
+        for name in ("cards", "far/cards"):
+            played = await playing.play(name, row("played"))
+            assert (played.reward, played.failure) == (0.0, None)
         failed = await playing.play("cards", row("failed"))
         assert (failed.reward, failed.failure) == (None, Verdict.ENV_FAILED)
         assert "planted" in failed.detail
