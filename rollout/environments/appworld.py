@@ -37,9 +37,10 @@ MOST_CLAIMS = 100
 """Ports that are tried until one is no other episode's."""
 MOST_BYTES = 32 << 20
 """Longest answer that is read."""
-CODE_TAG = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
+CODE_TAG = re.compile(r"<code>((?:(?!<code>).)*?)(?:</code>|\Z)", re.DOTALL)
+"""From the last opening tag before a closing one, since an answer may speak of the tag before it uses it."""
 FENCE = re.compile(r"```[ \t]*(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-THOUGHT = "</think>"
+THINKING, THOUGHT = "<think>", "</think>"
 
 SYSTEM = """\
 You act for a person whose apps and accounts you can use through Python. Solve the task by writing code, \
@@ -272,9 +273,9 @@ def opening(
 def code_of(text: str) -> str | None:
     """The code of an answer: the first in ``<code>`` tags, else the first between fences; None without any.
 
-    What was thought before doesn't count.
+    What was thought before doesn't count, nor does a thought that was cut off.
     """
-    said = text.rpartition(THOUGHT)[2]
+    said = text.rpartition(THOUGHT)[2].partition(THINKING)[0]
     found = CODE_TAG.search(said) or FENCE.search(said)
     if found is None:
         return None
