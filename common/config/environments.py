@@ -146,7 +146,7 @@ class EnvironmentsConfig(Section):
     """Deadline of an episode, the model's time included."""
     retries: NonNegative = 1
     """How often an episode whose server was lost is played again."""
-    max_turns: Positive = 16
+    max_turns: Annotated[int, Field(gt=0, le=10_000)] = 16
     """Greatest number of the policy's turns in an episode."""
     max_calls: Positive = 64
     """Greatest number of tool calls in an episode."""

@@ -16,6 +16,8 @@ import msgspec
 LENGTH = struct.Struct("<I")
 MAX_TO_PROCESS = 48 << 20
 MAX_FROM_PROCESS = 1 << 20
+MOST_METRICS = 64
+"""Figures of one episode that are kept."""
 
 Phase = Literal["reset", "step", "model", "reward", "agent"]
 """What an episode is doing, and so which deadline counts."""
@@ -86,7 +88,7 @@ class Done(_Message, frozen=True):
 
     reward: float | None
     turn_rewards: Annotated[list[float | None], msgspec.Meta(max_length=10_000)]
-    metrics: Annotated[dict[str, float], msgspec.Meta(max_length=64)]
+    metrics: Annotated[dict[str, float], msgspec.Meta(max_length=MOST_METRICS)]
     ended: Annotated[str, msgspec.Meta(max_length=200)]
     """Why it ended."""
 

@@ -27,14 +27,13 @@ from ...common.errors import WireError
 from ...common.plain import read_message
 from ...common.printable import printable
 from ...common.records import EPISODE_FAILURES, Verdict
+from .pipes import MOST_METRICS
 from .requests import read_id
 
 MAX_ANSWER_BYTES = 64 << 20
 """Longest delta or reply that a client reads; verifiers' carry an episode's tokens."""
 MAX_DELTAS = 100_000
 """Greatest number of deltas of one episode."""
-MOST_METRICS = 64
-"""Figures of one episode that are kept."""
 DETAIL_CHARACTERS = 500
 """Length to which the words about an episode's end are cut."""
 LOST = "server_lost"

@@ -45,6 +45,7 @@ def test_what_can_be_played_is_accepted() -> None:
         (["environments.use={'': {form: text, target: 'a:b'}}"], "the name '' of 0 bytes"),
         ([f"environments.use={{{'n' * 201}: {{form: text, target: 'a:b'}}}}"], "of 201 bytes"),
         ([USE, "environments.max_turns=0"], "environments.max_turns"),
+        ([USE, "environments.max_turns=10001"], "environments.max_turns"),
         ([USE, "environments.step_seconds=0"], "environments.step_seconds"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
