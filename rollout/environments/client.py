@@ -43,8 +43,8 @@ from .wire import (
     Played,
     Reading,
     failed,
-    is_lost,
     read_answer,
+    why_lost,
 )
 
 log = logging.getLogger("tandem.rollout")
@@ -59,7 +59,7 @@ MOST_ABSENCES = 20
 """Looks in a row, none of which failed, after which a connected server that wasn't in the registry is lost: about ten
 seconds."""
 LEAVE_SECONDS = 3.0
-"""A server that has handed an episode back gets no other for this long: until its beat and a look into the registry have
+"""A server that has handed an episode back because it is leaving gets no other for this long: until its beat and a look into the registry have
 shown whether it is leaving."""
 GRACE_SECONDS = 90.0
 """Time that a server has beyond an episode's deadline, for a process to be started before and ended after it."""
@@ -157,7 +157,7 @@ class _Link:
         self.connected = False
         self.since = time.monotonic()
         self.back = 0.0
-        """When it may get episodes again, after it has handed one back."""
+        """When it may get episodes again, after it has said that it is leaving."""
         self.absences = 0
         """Looks in a row that didn't find it in the registry; those that failed don't count."""
         self.pending: dict[str, _Pending] = {}
@@ -224,9 +224,11 @@ class _Link:
             if kind == "delta":
                 pending.reading.add(data)
                 pending.begun.set()
-            elif is_lost(data):
-                self.back = time.monotonic() + LEAVE_SECONDS
-                pending.answer.set_exception(_Lost(f"{self.address.member} is leaving"))
+            elif (why := why_lost(data)) is not None:
+                if not why:
+                    self.back = time.monotonic() + LEAVE_SECONDS
+                how = f"handed it back: {why}" if why else "is leaving"
+                pending.answer.set_exception(_Lost(f"{self.address.member} {how}"))
             else:
                 pending.answer.set_result(pending.reading.finish(data))
         except WireError as error:

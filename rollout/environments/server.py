@@ -236,7 +236,8 @@ class Server:
         except Lost as lost:
             self.counts["lost"] += 1
             log.warning(f"an episode of {name} is handed back: {lost}")
-            await self._answer(route, b"reply", lost_reply())
+            why = "" if self._leaving.is_set() else str(lost)
+            await self._answer(route, b"reply", lost_reply(why))
             return
         except asyncio.CancelledError:
             self._waiting.discard(route)
