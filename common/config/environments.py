@@ -20,6 +20,8 @@ def _target(path: str) -> str:
 Target = Annotated[str, AfterValidator(_target)]
 
 
+MOST_NAME_BYTES = 200
+"""Longest name of an environment, in UTF-8."""
 RENDERERS = "renderers:"
 """Begins the name of a family of the package renderers."""
 
@@ -144,7 +146,7 @@ class EnvironmentsConfig(Section):
     """Deadline of an episode, the model's time included."""
     retries: NonNegative = 1
     """How often an episode whose server was lost is played again."""
-    max_turns: Positive = 16
+    max_turns: Annotated[int, Field(gt=0, le=10_000)] = 16
     """Greatest number of the policy's turns in an episode."""
     max_calls: Positive = 64
     """Greatest number of tool calls in an episode."""
@@ -184,6 +186,17 @@ class EnvironmentsConfig(Section):
                 f"environment {chosen!r} isn't one of environments.use: {', '.join(self.use)}"
             )
         return chosen
+
+    @model_validator(mode="after")
+    def _names(self) -> EnvironmentsConfig:
+        for name in self.use:
+            # Names of files are made of them, which have at most 255 bytes.
+            if not name or len(name.encode()) > MOST_NAME_BYTES:
+                raise ValueError(
+                    f"environments.use has an environment with the name {name[:40]!r} of {len(name.encode())} bytes: give it "
+                    f"one of 1 to {MOST_NAME_BYTES}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _known_default(self) -> EnvironmentsConfig:

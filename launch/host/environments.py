@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from ...common.config import Config
 
 SECONDS = 90.0
-"""Time for one environment to be loaded, at most."""
+"""Time for one environment to be loaded, at most; where ``environments.reset_seconds`` is longer, its process has
+that, and :data:`MORE_SECONDS` go on top."""
+MORE_SECONDS = 30.0
 FORMS = ("text", "tools", "agent")
 """Forms that are loaded in processes of ours."""
 
@@ -75,18 +77,19 @@ def check_environments(config: Config) -> None:
         "episode_seconds": settings.episode_seconds,
         "memory_mb": settings.memory_mb,
     }
+    seconds = max(SECONDS, settings.reset_seconds + MORE_SECONDS) * len(use)
     asked = json.dumps({"use": use, "bounds": bounds, "path": [os.getcwd()]})
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "tandem.rollout.environments.checking"],
             input=asked.encode(),
             capture_output=True,
-            timeout=SECONDS * len(use),
+            timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"the environments {', '.join(use)} weren't loaded within {SECONDS * len(use):.0f} s"
+            f"the environments {', '.join(use)} weren't loaded within {seconds:.0f} s"
         ) from None
     last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
     if done.returncode:

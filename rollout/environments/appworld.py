@@ -12,6 +12,7 @@ lives in a virtual environment of its own, which the command that starts the ser
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import os
@@ -21,6 +22,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,11 +33,14 @@ START_SECONDS = 50.0
 ANSWER_SECONDS = 300.0
 """Longest wait for an answer; a step's own deadline is usually the shorter one."""
 LOOK_SECONDS = 0.05
+MOST_CLAIMS = 100
+"""Ports that are tried until one is no other episode's."""
 MOST_BYTES = 32 << 20
 """Longest answer that is read."""
-CODE_TAG = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
+CODE_TAG = re.compile(r"<code>((?:(?!<code>).)*?)(?:</code>|\Z)", re.DOTALL)
+"""From the last opening tag before a closing one, since an answer may speak of the tag before it uses it."""
 FENCE = re.compile(r"```[ \t]*(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-THOUGHT = "</think>"
+THINKING, THOUGHT = "<think>", "</think>"
 
 SYSTEM = """\
 You act for a person whose apps and accounts you can use through Python. Solve the task by writing code, \
@@ -80,6 +85,8 @@ class AppWorld:
         max_interactions: greatest number of answers.
         single_turn: whether the first answer is the only one; it is evaluated in any case.
         suffix: what the message with the task ends in.
+        outputs: folder for what its servers write, which must be in ``experiments/outputs`` below the root; None = one
+            with a name of its own.
     """
 
     def __init__(
@@ -89,6 +96,7 @@ class AppWorld:
         max_interactions: int = 30,
         single_turn: bool = False,
         suffix: str = "",
+        outputs: str | None = None,
     ) -> None:
         self._command = shlex.split(command)
         self._root = Path(root or ".").absolute()
@@ -97,8 +105,10 @@ class AppWorld:
         self._suffix = suffix
         self._server: subprocess.Popen[bytes] | None = None
         self._port = 0
+        self._claim: socket.socket | None = None
         # Each server writes what it does into a folder of that name: two episodes of a task must not share one.
-        self._experiment = f"tandem-{os.getpid()}-{secrets.token_hex(4)}"
+        own = f"tandem-{os.getpid()}-{secrets.token_hex(4)}"
+        self._experiment = Path(outputs or own).name
         self._task = ""
         self._steps = 0
 
@@ -170,14 +180,15 @@ class AppWorld:
             self._server.kill()
             self._server.wait()
             self._server = None
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
         self._task = ""
 
     def _start(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self.close()
+        self._port, self._claim = claimed_port()
         command = [part.replace("{port}", str(self._port)) for part in self._command]
-        self._task = ""
         self._server = subprocess.Popen(command, cwd=self._root, stdin=subprocess.DEVNULL)
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end:
@@ -204,6 +215,41 @@ class AppWorld:
         return answer.status, read
 
 
+def claimed_port() -> tuple[int, socket.socket | None]:
+    """A port of loopback that no other episode of this host takes while the socket that comes with it is open.
+
+    A server needs seconds to listen. Meanwhile the kernel may give its port to another episode, whose own server
+    then can't listen, and which would play in this one's world. The claim is the name of an abstract Unix socket, which
+    is known wherever loopback is the same, and is free again once its process has ended. Only Linux has such names:
+    elsewhere there is no claim.
+
+    Raises:
+        AppWorldError: every port that was tried is another episode's.
+    """
+    for _ in range(MOST_CLAIMS):
+        port = free_port()
+        if sys.platform != "linux":
+            return port, None
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            claim.bind(f"\0tandem-appworld-{port}")
+        except OSError as error:
+            claim.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return port, claim
+    raise AppWorldError(f"{MOST_CLAIMS} free ports in a row were those of other episodes")
+
+
+def free_port() -> int:
+    """A port of loopback on which nothing listens now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found: int = free.getsockname()[1]
+        return found
+
+
 def opening(
     found: Mapping[str, Any], single: bool = False, suffix: str = ""
 ) -> list[dict[str, str]]:
@@ -227,9 +273,9 @@ def opening(
 def code_of(text: str) -> str | None:
     """The code of an answer: the first in ``<code>`` tags, else the first between fences; None without any.
 
-    What was thought before doesn't count.
+    What was thought before doesn't count, nor does a thought that was cut off.
     """
-    said = text.rpartition(THOUGHT)[2]
+    said = text.rpartition(THOUGHT)[2].partition(THINKING)[0]
     found = CODE_TAG.search(said) or FENCE.search(said)
     if found is None:
         return None

@@ -1,9 +1,10 @@
 """The worker's side of the environment servers: finds them, has episodes played, and hears what became of them.
 
 Everything runs in the worker's asyncio loop. There is a DEALER to each live server; an episode goes to the
-connected server that has its environment and the most free places. A server that leaves the registry, falls
-silent or closes its connection is lost: what it was playing is played again on another one, in a session of
-its own.
+connected server that has its environment and the most free places. A server that closes its connection, or
+isn't in the registry for a while, is lost: what it was playing is played again on another one, in a session of
+its own. After an outage of Redis no server is in the registry until it has beaten once more, so one that is
+connected is kept meanwhile.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from .wire import (
     Played,
     Reading,
     failed,
-    is_lost,
     read_answer,
+    why_lost,
 )
 
 log = logging.getLogger("tandem.rollout")
@@ -54,8 +55,11 @@ LOOK_SECONDS = 0.5
 """Time between two looks into the registry."""
 RELINK_SECONDS = 10.0
 """A registered server that hasn't been connected for this long gets a new socket."""
+MOST_ABSENCES = 20
+"""Looks in a row, none of which failed, after which a connected server that wasn't in the registry is lost: about ten
+seconds."""
 LEAVE_SECONDS = 3.0
-"""A server that has handed an episode back gets no other for this long: until its beat and a look into the registry have
+"""A server that has handed an episode back because it is leaving gets no other for this long: until its beat and a look into the registry have
 shown whether it is leaving."""
 GRACE_SECONDS = 90.0
 """Time that a server has beyond an episode's deadline, for a process to be started before and ended after it."""
@@ -153,7 +157,9 @@ class _Link:
         self.connected = False
         self.since = time.monotonic()
         self.back = 0.0
-        """When it may get episodes again, after it has handed one back."""
+        """When it may get episodes again, after it has said that it is leaving."""
+        self.absences = 0
+        """Looks in a row that didn't find it in the registry; those that failed don't count."""
         self.pending: dict[str, _Pending] = {}
         self._changed = changed
         made: Any = connect_dealer(
@@ -177,6 +183,7 @@ class _Link:
         """Whether it takes episodes of that environment now."""
         return (
             self.connected
+            and not self.absences
             and self.address.slots > 0
             and environment in self.address.environments
             and time.monotonic() >= self.back
@@ -217,9 +224,11 @@ class _Link:
             if kind == "delta":
                 pending.reading.add(data)
                 pending.begun.set()
-            elif is_lost(data):
-                self.back = time.monotonic() + LEAVE_SECONDS
-                pending.answer.set_exception(_Lost(f"{self.address.member} is leaving"))
+            elif (why := why_lost(data)) is not None:
+                if not why:
+                    self.back = time.monotonic() + LEAVE_SECONDS
+                how = f"handed it back: {why}" if why else "is leaving"
+                pending.answer.set_exception(_Lost(f"{self.address.member} {how}"))
             else:
                 pending.answer.set_result(pending.reading.finish(data))
         except WireError as error:
@@ -441,12 +450,17 @@ class EnvironmentClient:
         now = time.monotonic()
         for member, link in list(self._links.items()):
             address = wanted.get(member)
-            if address is None or _place(address) != _place(link.address):
-                how = "left the registry" if address is None else "moved"
+            if address is None:
+                link.absences += 1
+                if link.connected and link.absences < MOST_ABSENCES:
+                    continue
+                how = "left the registry"
+            elif _place(address) != _place(link.address):
+                how = "moved"
             elif not link.connected and now - link.since > RELINK_SECONDS:
                 how = "can't be reached"
             else:
-                link.address = address
+                link.address, link.absences = address, 0
                 continue
             del self._links[member]
             link.lose(how)

@@ -54,9 +54,18 @@ def confine(order: Order, parent: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.chdir(order.folder)
     no_new_privileges()
+    for path in order.reads:
+        os.stat(path)
+    public = _is_public(order.target) and all(map(readable_by_others, order.reads))
+    own = [order.folder]
+    if order.outputs is not None:
+        _make(order.outputs)
+        own.append(order.outputs)
+        public = public and readable_by_others(order.outputs)
     user = order.user
-    if user is not None and _is_public(order.target) and can_drop_user(user):
-        os.chown(order.folder, user, user)
+    if user is not None and public and can_drop_user(user):
+        for folder in own:
+            os.chown(folder, user, user)
         resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
         drop_user(user)
     adopt_orphans()
@@ -64,16 +73,31 @@ def confine(order: Order, parent: int) -> None:
     die_with(parent)
 
 
+def _make(outputs: str) -> None:
+    try:
+        os.makedirs(outputs)
+        # Whatever the umask: its user must be seen to get there.
+        os.chmod(outputs, 0o755)
+    except OSError as error:
+        raise PermissionError(
+            f"{outputs} can't be made ({error.strerror}): let the user who starts Tandem write there"
+        ) from None
+
+
 def _is_public(target: str) -> bool:
-    """Whether any user may read the environment's module, its package, and Python itself."""
+    """Whether any user may read the environment's module, its package, and Python itself; not if there is no such module."""
     top = target.partition(":")[0].partition(".")[0]
     files = [os.__file__, __file__, sys.executable]
-    with contextlib.suppress(ImportError, ValueError):
+    try:
         spec = importlib.util.find_spec(top)
-        if spec is not None and spec.origin is not None and os.path.exists(spec.origin):
-            files.append(spec.origin)
-        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-            files += [os.path.join(folder, name) for name in os.listdir(folder)][:1000]
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return False
+    if spec.origin is not None and os.path.exists(spec.origin):
+        files.append(spec.origin)
+    for folder in spec.submodule_search_locations or ():
+        files += [os.path.join(folder, name) for name in os.listdir(folder)][:1000]
     return all(
         readable_by_others(file) for file in files if not os.path.basename(file).startswith("__pyc")
     )
@@ -95,9 +119,10 @@ def serve(channel: Channel, parent: int) -> int:
     order = channel.hear()
     if not isinstance(order, Order):
         return 0
-    confine(order, parent)
+    # Before, since it depends on the module's file which user may read it.
     sys.path += [folder for folder in order.path if folder not in sys.path]
     try:
+        confine(order, parent)
         play_one = load(order.form, order.target, order.params)
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
         channel.say(Raised(last_line(error)))

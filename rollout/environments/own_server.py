@@ -91,7 +91,9 @@ class OwnServer:
         }
         process.stdin.write(json.dumps(order).encode() + b"\n")
         seconds = START_SECONDS + sum(
-            one.start_seconds if isinstance(one, VerifiersEnvironment) else START_SECONDS
+            one.start_seconds
+            if isinstance(one, VerifiersEnvironment)
+            else max(START_SECONDS, settings.reset_seconds)
             for one in settings.use.values()
         )
         try:

@@ -16,6 +16,8 @@ import msgspec
 LENGTH = struct.Struct("<I")
 MAX_TO_PROCESS = 48 << 20
 MAX_FROM_PROCESS = 1 << 20
+MOST_METRICS = 64
+"""Figures of one episode that are kept."""
 
 Phase = Literal["reset", "step", "model", "reward", "agent"]
 """What an episode is doing, and so which deadline counts."""
@@ -48,6 +50,10 @@ class Order(_Message, frozen=True):
     """User that root's process becomes if that user can read the environment's file."""
     folder: str
     """Working folder of the process, which no other process has."""
+    reads: list[str] = []
+    """Files and folders that must be there, and that the user must be able to read besides the environment's module."""
+    outputs: str | None = None
+    """Folder that is made for the process, outside its own, and removed with it."""
 
 
 class Play(_Message, frozen=True):
@@ -82,7 +88,7 @@ class Done(_Message, frozen=True):
 
     reward: float | None
     turn_rewards: Annotated[list[float | None], msgspec.Meta(max_length=10_000)]
-    metrics: Annotated[dict[str, float], msgspec.Meta(max_length=64)]
+    metrics: Annotated[dict[str, float], msgspec.Meta(max_length=MOST_METRICS)]
     ended: Annotated[str, msgspec.Meta(max_length=200)]
     """Why it ended."""
 

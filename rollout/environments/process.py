@@ -150,7 +150,8 @@ class Host:
 
     Args:
         name: the environment's name.
-        spec: what it loads: ``form``, ``target`` and ``params``.
+        spec: what it loads: ``form``, ``target`` and ``params``; ``reads`` is as in :class:`~.pipes.Order`, and in the
+            folder ``outputs`` it gets one of its own, which its parameter ``outputs`` names.
         bounds: the deadlines.
         folder: where its own folder goes.
         user: see :class:`~.pipes.Order`.
@@ -172,14 +173,20 @@ class Host:
         self._family = family
         self._bounds = bounds
         self._folder = tempfile.mkdtemp(prefix=f"{name[:20]}-".replace("/", "-"), dir=folder)
+        params, self._outputs = dict(spec["params"]), None
+        if "outputs" in spec:
+            self._outputs = f"{spec['outputs']}/tandem-{os.path.basename(self._folder)}"
+            params["outputs"] = self._outputs
         self._order = Order(
             form=spec["form"],
             target=spec["target"],
-            params=dict(spec["params"]),
+            params=params,
             path=list(path),
             memory_bytes=bounds.memory_mb << 20,
             user=user,
             folder=self._folder,
+            reads=list(spec.get("reads", ())),
+            outputs=self._outputs,
         )
         self.process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -365,7 +372,7 @@ class Host:
         )
 
     async def end(self) -> None:
-        """Ends the process with all that it has started, reaps it, and removes its folder."""
+        """Ends the process with all that it has started, reaps it, and removes its folders."""
         if self._writer is not None:
             self._writer.close()
         if self.process is not None and not await asyncio.to_thread(
@@ -375,6 +382,8 @@ class Host:
         if self._transport is not None:
             self._transport.close()
         await asyncio.to_thread(shutil.rmtree, self._folder, True)
+        if self._outputs is not None:
+            await asyncio.to_thread(shutil.rmtree, self._outputs, True)
 
 
 def _verdict(phase: Phase) -> Verdict:

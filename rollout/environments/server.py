@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
+import shutil
 import signal
 import socket as sockets_of_the_system
 import tempfile
@@ -234,7 +236,8 @@ class Server:
         except Lost as lost:
             self.counts["lost"] += 1
             log.warning(f"an episode of {name} is handed back: {lost}")
-            await self._answer(route, b"reply", lost_reply())
+            why = "" if self._leaving.is_set() else str(lost)
+            await self._answer(route, b"reply", lost_reply(why))
             return
         except asyncio.CancelledError:
             self._waiting.discard(route)
@@ -285,10 +288,19 @@ def worlds_of(config: Config, hosts: Hosts, logs: Path) -> dict[str, World]:
     worlds: dict[str, World] = {}
     for name, spec in config.environments.use.items():
         if isinstance(spec, VerifiersEnvironment):
-            worlds[name] = VerifiersWorld(name, spec, hosts.family, logs / f"{name}.log")
+            worlds[name] = VerifiersWorld(name, spec, hosts.family, logs / log_name(name))
         else:
             worlds[name] = HostWorld(name, hosts)
     return worlds
+
+
+def log_name(name: str) -> str:
+    """Name of the log of an environment, whose own name may have slashes, as those of verifiers' hub have.
+
+    >>> log_name("primeintellect/wordle")
+    'primeintellect-wordle.log'
+    """
+    return f"{name.replace('/', '-')}.log"
 
 
 def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
@@ -298,7 +310,16 @@ def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
     settings = spec.model_dump(mode="json")
     if isinstance(spec, AppWorldEnvironment):
         del settings["form"]
-        return {"form": "text", "target": APPWORLD, "params": settings}
+        root = Path(spec.root or ".").absolute()
+        found = shutil.which(next(iter(shlex.split(spec.command)), ""))
+        program = [] if found is None else [Path(found), Path(found).with_name("python")]
+        return {
+            "form": "text",
+            "target": APPWORLD,
+            "params": settings,
+            "reads": [str(root), *(str(p) for p in (root / "data", *program) if p.exists())],
+            "outputs": str(root / "experiments/outputs"),
+        }
     return settings
 
 

@@ -27,18 +27,19 @@ from ...common.errors import WireError
 from ...common.plain import read_message
 from ...common.printable import printable
 from ...common.records import EPISODE_FAILURES, Verdict
+from .pipes import MOST_METRICS
 from .requests import read_id
 
 MAX_ANSWER_BYTES = 64 << 20
 """Longest delta or reply that a client reads; verifiers' carry an episode's tokens."""
 MAX_DELTAS = 100_000
 """Greatest number of deltas of one episode."""
-MOST_METRICS = 64
-"""Figures of one episode that are kept."""
 DETAIL_CHARACTERS = 500
 """Length to which the words about an episode's end are cut."""
-LOST = "server_lost"
-"""Type of the error with which a server that is leaving hands an episode back, to be played elsewhere."""
+LEAVING = "server_leaving"
+"""The error with which a server that is leaving hands an episode back, to be played elsewhere."""
+LOST = "server_lost: "
+"""Begins the error with which a server that stays hands an episode back, to be played again anywhere; then comes why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,16 +425,20 @@ def refused_reply(error: str) -> bytes:
     return msgspec.msgpack.encode({"success": False, "error": brief(error)})
 
 
-def lost_reply() -> bytes:
-    """The reply to the request of an episode that a server which is leaving hands back."""
-    return refused_reply(LOST)
+def lost_reply(why: str = "") -> bytes:
+    """The reply to the request of an episode that a server hands back, because it is leaving or for the reason that
+    is given."""
+    return refused_reply(LOST + why if why else LEAVING)
 
 
-def is_lost(data: bytes) -> bool:
-    """Whether a reply hands the episode back.
+def why_lost(data: bytes) -> str | None:
+    """Why a reply hands the episode back: empty if its server is leaving; None if the reply doesn't.
 
     Raises:
         WireError: it isn't a valid reply.
     """
     reply = read_reply(data)
-    return not reply.success and reply.error == LOST
+    error = "" if reply.success or reply.error is None else reply.error
+    if error == LEAVING:
+        return ""
+    return error.removeprefix(LOST) if error.startswith(LOST) else None

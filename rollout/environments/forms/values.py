@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..pipes import MOST_METRICS
+
 CHARACTERS_PER_TOKEN = 16
 """Characters of an observation that are sent for each token it may have. The endpoint cuts it by tokens; this keeps ten
 megabytes from travelling there again with every turn."""
@@ -56,7 +58,7 @@ def number(value: Any, what: str) -> float | None:
 
 
 def figures(value: Any, what: str) -> dict[str, float]:
-    """An environment's own figures, by name.
+    """An environment's own figures, by name: the first :data:`~..pipes.MOST_METRICS` of them.
 
     Raises:
         TypeError, ValueError: they aren't finite numbers with text as names.
@@ -72,7 +74,7 @@ def figures(value: Any, what: str) -> dict[str, float]:
         read = number(figure, f"{what}[{name!r:.60}]")
         if read is not None:
             found[name] = read
-    return found
+    return dict(list(found.items())[:MOST_METRICS])
 
 
 def messages(value: Any, what: str, role: str = "user") -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import pytest
 
 from tandem.common import config as configs
 from tandem.common.errors import ConfigError
+from tandem.launch.host import environments
 from tandem.launch.host.environments import check_environments
 
 MODULE = """
@@ -60,6 +61,15 @@ def test_environments_in_the_working_folder_are_found_and_leave_nothing_behind(c
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     check(good={"form": "text", "target": "my_world:World", "params": {"size": 2}})
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_slow_one_has_as_long_as_in_the_run(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "SECONDS", 0.5)
+    with open(tmp_path / "my_world.py", "a") as module:
+        module.write("import time\ntime.sleep(1)\n")
+    check(slow={"form": "text", "target": "my_world:World"})
 
 
 @pytest.mark.parametrize(

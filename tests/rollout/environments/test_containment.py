@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from environment_runs import Run, until
 
-from tandem.common.confinement import readable_by_others
+from tandem.common.confinement import can_drop_user, readable_by_others
 from tandem.common.records import Verdict
 
 PlayOne = Callable[..., Any]
@@ -202,3 +203,63 @@ def test_root_who_can_become_no_other_user_stays_root(tmp_path: Path) -> None:
     command = [*alone, sys.executable, "-c", AS_LONELY_ROOT, str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.stdout == "0 0\n", ran.stderr
+
+
+AS_ROOT = """
+import os, socket, sys
+import tandem.rollout.environments.forms.text  # While it still can.
+from tandem.rollout.environments import host
+from tandem.rollout.environments.pipes import Channel, Order
+host.os.__file__ = host.__file__ = sys.executable = "/bin/sh"  # As if all could read Python.
+ours, theirs = socket.socketpair()
+ours.sendall(Order("text", "kept_world:World", {}, [sys.argv[1]], 1 << 34, 61000, sys.argv[2]).pack())
+ours.shutdown(socket.SHUT_WR)
+code = host.serve(Channel(theirs), os.getppid())
+print(code, os.geteuid(), ours.recv(1000)[4:])
+"""
+
+
+@pytest.mark.parametrize(("mode", "user"), [(0o700, 0), (0o755, 61000)])
+def test_root_stays_root_for_a_module_that_only_root_can_read(
+    shared: Path, mode: int, user: int
+) -> None:
+    if not can_drop_user():
+        pytest.skip("only root's processes become other users")
+    for name in ("start", "own"):
+        (shared / name).mkdir()
+    shared.chmod(0o755)
+    world = "class World:\n    def reset(self, row): ...\n    def step(self, text): ...\n"
+    (shared / "start" / "kept_world.py").write_text(world)
+    (shared / "start").chmod(mode)
+    command = [sys.executable, "-P", "-c", AS_ROOT, str(shared / "start"), str(shared / "own")]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stdout == f"0 {user} {msgspec.msgpack.encode(['ready'])!r}\n", ran.stderr
+
+
+WITH_OUTPUTS = """
+import os, sys
+from tandem.rollout.environments import host
+from tandem.rollout.environments.pipes import Order
+host._is_public = lambda target: True  # Whatever Python's folder allows here.
+root, own = sys.argv[1:]
+outputs = f"{root}/experiments/outputs/tandem-1"
+order = Order("", "json:loads", {}, [], 1 << 34, 61000, own, [root], outputs)
+host.confine(order, os.getppid())
+open(f"{outputs}/written", "w").close()
+print(os.geteuid(), os.stat(f"{outputs}/written").st_uid)
+"""
+
+
+@pytest.mark.parametrize(("mode", "user"), [(0o700, 0), (0o755, 61000)])
+def test_a_user_who_writes_elsewhere_gets_a_folder_there(
+    shared: Path, mode: int, user: int
+) -> None:
+    """As AppWorld's servers do, below a root that root has made."""
+    if not can_drop_user():
+        pytest.skip("only root's processes become other users")
+    for name in ("root", "own"):
+        (shared / name).mkdir()
+    (shared / "root").chmod(mode)
+    command = [sys.executable, "-c", WITH_OUTPUTS, str(shared / "root"), str(shared / "own")]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stdout == f"{user} {user}\n", ran.stderr

@@ -226,3 +226,9 @@ def test_an_environment_that_no_server_has_is_a_failure_that_names_it(play: Any)
     played = play(body, deadline=0.2, grace=0.1)
     assert played.failure is Verdict.ENV_FAILED
     assert "chess" in played.detail
+
+
+def test_the_first_64_figures_of_an_agent_are_kept(play_one: PlayOne) -> None:
+    played, _ = play_one("plain", {"metrics": 100})
+    assert (played.reward, played.failure) == (1.0, None), played.detail
+    assert list(played.metrics) == [f"m{number}" for number in range(64)]

@@ -17,6 +17,7 @@ import pytest
 from tandem.common.config import Config, build
 from tandem.common.errors import ConfigError, TandemError
 from tandem.replay.evaluating.evaluated import EvaluationFolder
+from tandem.rollout.environments import own_server
 from tandem.rollout.environments.own_server import OwnServer
 from tandem.rollout.evaluate.episodes import playing, unless_it_dies
 
@@ -85,6 +86,22 @@ def test_an_environment_that_cant_be_loaded_is_named() -> None:
         finally:
             await server.close()
 
+    asyncio.run(body())
+
+
+def test_a_slow_environment_has_until_the_resets_deadline_to_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        server = OwnServer(settings("slow_world:Twice", "environments.reset_seconds=60"))
+        try:
+            await server.start()
+        finally:
+            await server.close()
+
+    (tmp_path / "slow_world.py").write_text(f"import time\ntime.sleep(1)\n{WORLD}")
+    monkeypatch.setattr(own_server, "START_SECONDS", 0.1)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     asyncio.run(body())
 
 

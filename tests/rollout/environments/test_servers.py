@@ -18,6 +18,7 @@ from tandem.common.records import Verdict
 from tandem.common.sockets import CurveKeys, connect_dealer, new_keys
 from tandem.replay.members import Member
 from tandem.replay.store import RunStore
+from tandem.rollout.environments import client as environment_client
 from tandem.rollout.environments import wire
 
 
@@ -220,6 +221,48 @@ def test_a_run_past_the_clients_own_deadline_is_cancelled(
         played = with_client(own, endpoint, 1, body, deadline=2.0, grace=1.0)
     assert played.failure is Verdict.ENV_TIMEOUT
     assert "within 3 s" in played.detail
+
+
+def test_a_server_that_redis_forgets_for_a_while_keeps_its_episodes(
+    play: Any, shared: Path
+) -> None:
+    """As after an outage of Redis, until the servers have beaten once more."""
+
+    async def body(playing: Playing) -> Any:
+        client = playing.client
+        task = asyncio.create_task(playing.play("bad", waiting(shared)))
+        await lines(shared / "begun", 1)
+        found, client._servers = client._servers, list
+        async with asyncio.timeout(20):
+            while client._links and next(iter(client._links.values())).absences < 2:
+                await asyncio.sleep(0.02)
+        # It gets no other episode until it is seen again.
+        other = asyncio.create_task(playing.play("bad", {}))
+        assert client.slots("bad") == 0
+        client._servers = found
+        assert (await other).reward == 1.0
+        (shared / "go").touch()
+        played = await task
+        return played, client.lost
+
+    played, lost = play(body)
+    assert (played.reward, played.failure, lost) == (1.0, None, 0)
+
+
+def test_a_server_that_stays_out_of_the_registry_is_lost(
+    play: Any, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_client, "MOST_ABSENCES", 3)
+
+    async def body(playing: Playing) -> Any:
+        task = asyncio.create_task(playing.play("bad", waiting(shared)))
+        await lines(shared / "begun", 1)
+        playing.client._servers = list
+        return await task
+
+    played = play(body, retries=0)
+    assert played.failure is Verdict.ENV_FAILED
+    assert "left the registry" in played.detail
 
 
 def test_nobody_is_answered_without_the_runs_key(run: Run, running: Any) -> None:

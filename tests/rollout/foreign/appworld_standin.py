@@ -44,6 +44,8 @@ class World:
         task = body["task_id"]
         if path == "/initialize":
             self.__init__()  # type: ignore[misc]
+            # The real one keeps a folder for each task that was opened.
+            os.makedirs(f"experiments/outputs/{body['experiment_name']}/tasks/{task}")
             self.task, self.left = task, body.get("max_interactions", 1000)
             return {
                 "task_id": task,

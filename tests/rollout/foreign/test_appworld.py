@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tandem.common.config.environments import AppWorldEnvironment
 from tandem.launch.run.opened.presets import load
+from tandem.rollout.environments import appworld
 from tandem.rollout.environments.appworld import (
     NO_CODE,
     AppWorld,
@@ -21,6 +25,8 @@ from tandem.rollout.environments.appworld import (
     opening,
     share_passed,
 )
+from tandem.rollout.environments.hosts import Hosts
+from tandem.rollout.environments.process import Bounds, NotStarted
 from tandem.rollout.environments.server import hosted
 
 STANDIN = Path(__file__).resolve().parent / "appworld_standin.py"
@@ -115,6 +121,28 @@ def test_episodes_at_a_time_have_a_server_each(world: Any) -> None:
     assert two.step("<code>apis.supervisor.complete_task(answer=4)</code>")[1] == 1.0
 
 
+def test_two_episodes_that_find_the_same_port_free_have_a_server_each(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither server listens yet when both choose."""
+    first = appworld.free_port()
+    chosen = iter([first, first, appworld.free_port()])
+    monkeypatch.setattr(appworld, "free_port", lambda: next(chosen))
+    one, two = world(), world()
+    with ThreadPoolExecutor() as both:
+        list(both.map(lambda it: it.reset({"task_id": "sum_1"}), (one, two)))
+    assert one._port != two._port
+    assert one.step(RIGHT)[1] == 1.0
+    assert two.step(WRONG)[1] == 0.5
+    # The port is free again after its server's end.
+    port = one._port
+    one.close()
+    monkeypatch.setattr(appworld, "free_port", lambda: port)
+    two.close()
+    two.reset({"task_id": "sum_2"})
+    assert two._port == port
+
+
 @pytest.mark.parametrize("code", ["crash", "die"])
 def test_after_an_error_the_server_is_ended_and_a_new_one_started(world: Any, code: str) -> None:
     one = world()
@@ -151,6 +179,10 @@ def test_a_command_that_ends_at_once_is_told(tmp_path: Path) -> None:
         ("<code>\n```python\nprint(1)\n```\n</code>", "print(1)"),
         ("<code>print(1)", "print(1)"),
         ("```\nprint(1)", "print(1)"),
+        ("<think>try <code>bad()</code>", None),
+        ("<think>a</think><code>good()</code><think>or <code>bad()</code>", "good()"),
+        ("Use <code> tags.\n<code>print(1)</code>", "print(1)"),
+        ("<code>print(1)</code> and <code>print(2)</code>", "print(1)"),
         ("print(1)", None),
         ("<code> </code>", None),
     ],
@@ -176,3 +208,25 @@ def test_the_prompt_names_no_call_that_it_doesnt_explain() -> None:
         "apis.supervisor",
         "apis.supervisor.complete_task",
     }
+
+
+@pytest.mark.parametrize("root", ["nowhere", "a_file"])
+def test_a_root_without_a_place_for_outputs_is_refused_at_the_start(
+    tmp_path: Path, root: str
+) -> None:
+    (tmp_path / "a_file").touch()
+    spec = AppWorldEnvironment(command=COMMAND, root=str(tmp_path / root))
+    bounds = Bounds(reset_seconds=30, step_seconds=30, episode_seconds=30, memory_mb=2048)
+
+    async def body() -> None:
+        loaded = hosted(spec)
+        assert loaded is not None
+        hosts = Hosts({"appworld": loaded}, bounds, 1)
+        try:
+            with pytest.raises(NotStarted, match=f"{root}.*") as refused:
+                await hosts.check("appworld")
+            assert refused.value.refused
+        finally:
+            await hosts.close()
+
+    asyncio.run(body())
