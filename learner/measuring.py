@@ -19,6 +19,7 @@ import torch
 
 from ..common.config import Config
 from ..common.config import build as build_config
+from ..common.config.groups import has_groups
 from ..common.config.reading.text import parse_yaml
 from ..common.errors import OutOfMemoryError, TandemError
 from ..common.longest_pass import LongestPass, alone, longest_pass
@@ -107,8 +108,7 @@ def _group_of(
         return generator.integers(0, vocabulary, count).astype(np.int32)
 
     length = wanted.response
-    stored = config.learner.source == "offline" and config.data.archive is None
-    experts = size if stored else min(config.expert.per_group, size - 1)
+    experts = min(config.expert.per_group, size - 1) if has_groups(config) else size
     sampling = SamplingParams(
         temperature=config.rollout.temperature, top_p=1.0, top_k=0, max_new_tokens=length
     )

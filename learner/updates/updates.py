@@ -360,8 +360,7 @@ class Updates:
         rows = share_rows(None if groups is None else self._rows(step, groups))
         if self.columns.turn_discount is not None:
             rows = self.columns.compared(rows, rows.rewards)
-        stored = self.config.learner.source == "offline" and self.config.data.archive is None
-        if self.columns.reference is None or not stored:
+        if self.columns.reference is None or has_groups(self.config):
             return rows, {}
         return self.columns.reference.fill(rows)
 
