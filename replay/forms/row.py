@@ -24,6 +24,8 @@ GOLDS = ("gold", "ground_truth", "expected_answer")
 """Columns that may hold the gold answer; the first one that isn't blank counts."""
 SYSTEM = "system"
 """Column that may hold the system message of a prompt."""
+HISTORY = "history"
+"""Column that may hold the turns before a question."""
 MAX_EXTRA = 1_000
 """Longest extra column that is kept, in characters of its JSON."""
 DEEPEST = 6
@@ -220,6 +222,34 @@ def with_system(row: Mapping[str, Any], asked: tuple[Message, ...]) -> tuple[Mes
     if first_filled(row, (SYSTEM,)) is None or (asked and asked[0].role == "system"):
         return asked
     return (Message(role="system", content=text(row, SYSTEM)), *asked)
+
+
+def earlier_turns(row: Mapping[str, Any], asked: str | None) -> tuple[Message, ...] | None:
+    """The earlier turns that LLaMA-Factory has in ``history``, beside the last question: ``[question, answer]`` each.
+
+    Args:
+        row: a row.
+        asked: its column with the question; None without one.
+
+    Returns:
+        None if the column holds something else, or the question is a list of messages, which has them already.
+    """
+    turns = _from_json(row.get(HISTORY))
+    if _is_blank(turns) or turns in ([], {}):
+        return ()
+    has_messages = asked is None or isinstance(row[asked], list)
+    if has_messages or not isinstance(turns, list) or not all(map(_is_turn, turns)):
+        return None
+    return tuple(
+        Message(role=role, content=said)
+        for turn in turns
+        for role, said in zip(("user", "assistant"), turn, strict=True)
+    )
+
+
+def _is_turn(turn: Any) -> bool:
+    pair = isinstance(turn, list) and len(turn) == 2
+    return pair and all(isinstance(said, str) and said.strip() for said in turn)
 
 
 def question(content: str) -> tuple[Message, ...]:

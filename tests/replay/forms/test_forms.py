@@ -259,11 +259,19 @@ def test_a_system_message_counts_before_the_column(row: dict[str, Any], tmp_path
 
 def test_earlier_turns_may_stand_in_a_column(tmp_path: Path):
     """LLaMA-Factory's ``history``."""
-    row = {"instruction": "Add 1.", "input": "", "output": "5", "system": "Be short."}
-    rows = [{**row, "history": turns} for turns in ([["2+2?", "4"]], [], None, "")]
+    texts = ('[["2+2?", "4"]]', "[]", "{}", "", " ")
+    row: dict[str, Any] = {
+        "instruction": "Add 1.",
+        "input": "",
+        "output": "5",
+        "system": "Be short.",
+    }
+    rows = [{**row, "history": turns} for turns in ([["2+2?", "4"]], [], None)]
     for path in (
         write_lines(tmp_path / "a.jsonl", rows),
-        write_parquet(tmp_path / "a.parquet", rows[:3]),
+        write_parquet(tmp_path / "a.parquet", rows),
+        # As CSV has them.
+        write_lines(tmp_path / "b.jsonl", [{**row, "history": h} for h in texts]),
     ):
         first, *others = (one.content for one in all_of(path))
         said_before = [(m.role, m.content) for m in first.prompt]
@@ -274,19 +282,22 @@ def test_earlier_turns_may_stand_in_a_column(tmp_path: Path):
             ("user", "Add 1."),
         ]
         assert (first.target, first.extra) == ("5", {})
-        assert {len(content.prompt) for content in others} == {2}
-    bad = [
-        {**row, "history": "the war"},
-        {**row, "history": [["2+2?"]]},
-        {"prompt": [said("user", "q")], "response": "r", "history": [["2+2?", "4"]]},
-    ]
-    left_out = LeftOut()
-    path = write_lines(tmp_path / "b.jsonl", bad)
-    assert list(read_rows(path, "prompt_response", left_out)) == []
-    assert left_out.counts == {
-        "history isn't a list of earlier turns": 2,
-        "history stands beside a prompt of messages": 1,
-    }
+        assert [(len(one.prompt), one.extra) for one in others] == [(2, {})] * len(others)
+
+
+@pytest.mark.parametrize("history", ["the war", "[1]", [["2+2?"]], [["2+2?", ""]], {"a": 1}, 7])
+def test_a_history_of_something_else_is_a_column_like_others(history: Any, tmp_path: Path):
+    row = {"prompt": "q", "response": "r", "history": history}
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert [message.content for message in found.content.prompt] == ["q"]
+    assert found.content.extra == {"history": history}
+
+
+def test_a_prompt_of_messages_has_its_earlier_turns_already(tmp_path: Path):
+    row = {"prompt": [said("user", "q")], "response": "r", "history": [["2+2?", "4"]]}
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert [message.content for message in found.content.prompt] == ["q"]
+    assert found.content.extra == {"history": [["2+2?", "4"]]}
 
 
 @pytest.mark.parametrize("column", ["input", "context"])
