@@ -141,13 +141,9 @@ def whole_messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     return found
 
 
-def is_learned(message: Mapping[str, Any], column: str) -> bool:
-    """Whether an answer's weight lets it be learned from: it may be 1 or 0, and is 1 without one."""
-    weight = message.get(WEIGHT)
-    learned = True if is_missing(weight) else truth(weight)
-    if learned is None:
-        raise RowError(column, weight, "is the weight of an answer", "it must be 1 or 0")
-    return learned
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether an answer is learned from: unless its weight is 0. Any other weight counts as 1."""
+    return truth(message.get(WEIGHT)) is not False
 
 
 def as_list(value: Any, column: str) -> list[Any]:
