@@ -90,7 +90,12 @@ class RowWriter:
             self.form.read(columns)  # Its own error says more.
             what = f"would be read as another one than it is, written as {self.form.name}"
             raise RowError("row", columns, what, "write it in another form")
-        self._check_judgement(found, content)
+        # A question alone may do without the verdict on its response.
+        if found.target is not None and content.label is False and found.label is not False:
+            what = (
+                f"says that the response is a wrong one, which the form {self.form.name} can't hold"
+            )
+            raise RowError("label", False, what, "write the rows as labelled or conversation")
         return columns
 
     def _read_back(self, columns: dict[str, Any], content: Content) -> Content | None:
@@ -109,18 +114,6 @@ class RowWriter:
             return self._known
         names = self._names | dict.fromkeys(columns)
         return form_of(self.path, names | (self._first or columns))
-
-    def _check_judgement(self, found: Content, content: Content) -> None:
-        """Refuses a row that reads as a response without the data's verdict on it; a question alone may do without."""
-        name = self.form.name
-        if found.target is None:
-            return
-        if content.label is False and found.label is not False:
-            what = f"says that the response is a wrong one, which the form {name} can't hold"
-            raise RowError("label", False, what, "write the rows as labelled or conversation")
-        if content.rejected is not None and found.rejected is None:
-            what = f"has no place in the form {name}"
-            raise RowError("rejected", content.rejected, what, "write pairs as preference")
 
     def finish(self) -> None:
         """Puts the file in its place.

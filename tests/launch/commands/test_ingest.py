@@ -156,17 +156,14 @@ def test_a_wrong_response_is_not_written_as_one_to_learn_from(
 
 
 @pytest.mark.parametrize("form", ["luffy", "prompt_response", "conversation"])
-def test_a_pair_is_not_written_without_its_worse_response(
+def test_the_better_response_of_a_pair_is_written_as_one_to_learn_from(
     form: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    solved = [ROWS["labelled"](2), ROWS["preference"](3)]
-    names = []
-    for number, row in enumerate(solved):
-        names.append(write_lines(here / f"{number}.jsonl", [row]).name)
-    words = ("--write", "sft.jsonl", "--as", form)
-    _, found = report(capsys, *names, *words)
-    assert found["left_out"] == {f"rejected has no place in the form {form}": 1}
-    assert len(list(read_rows(here / "sft.jsonl"))) == 1
+    write_lines(here / "dpo.jsonl", [ROWS["preference"](n) for n in (1, 2)])
+    (found,) = report(capsys, "dpo.jsonl", "--write", "sft.jsonl", "--as", form)
+    assert (found["kept"], found["left_out"]) == (2, {})
+    chosen = [row.content.target for row in read_rows(here / "dpo.jsonl")]
+    assert [row.content.target for row in read_rows(here / "sft.jsonl")] == chosen
 
 
 def test_what_the_data_say_of_a_response_stays_with_it(here: Path) -> None:
