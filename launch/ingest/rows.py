@@ -203,6 +203,8 @@ class SourceReader:
             done += len(made.problems)
             counts.problems += len(made.problems)
             counts.traces += len(made.traces)
+            if not self._config.environments.is_on:  # An environment may offer them.
+                counts.unused_tools += sum(unused_tools(row.raw, row.content) for row in made.rows)
             yield made
             if limit is not None and done == limit:
                 return
@@ -513,7 +515,6 @@ class SourceReader:
             earlier = any(message.role == "assistant" for message in content.prompt)
             # Of a pair both responses go on from the same answers.
             counts.earlier_answers += earlier and content.rejected is None
-            counts.unused_tools += unused_tools(draft.row.raw, content)
         self._add_logprobs(drafts, counts)
         return lengths
 

@@ -132,9 +132,9 @@ def unread_label(row: Mapping[str, Any], content: Content) -> RowError | None:
 
 
 def unused_tools(row: Mapping[str, Any], content: Content) -> bool:
-    """Whether a conversation is offered tools that its prompt doesn't show, as only one does that is read whole."""
-    is_one = first_of(row, CONVERSATIONS) is not None and not content.turns
-    return is_one and first_filled(row, (TOOLS,)) is not None and row[TOOLS] not in ([], "[]")
+    """Whether a row has tools that its prompt doesn't show, as only that of a conversation does that is read whole."""
+    has_tools = first_filled(row, (TOOLS,)) is not None and row[TOOLS] not in ([], "[]")
+    return has_tools and not content.turns
 
 
 def _no_label(given: Any) -> RowError:

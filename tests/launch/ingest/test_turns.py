@@ -349,7 +349,16 @@ def test_tools_that_no_prompt_shows_are_told_of() -> None:
     rows = [{"messages": CHAT[:3], "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [], "")]
     problems, _, counts = read(tok, *rows)
     assert not any("multiply" in problem.prompt_text for problem in problems)
-    assert "2 rows' tools (only turns=all shows them in the prompt)" in str(counts)
+    assert "2 rows' tools (the prompt doesn't show them)" in str(counts)
+    # Whether a row has a response or not, whatever its form, and none beyond the limit.
+    asked = [{"messages": CHAT[:2], "tools": TOOLS, "gold": "22"}] * 2
+    for turns in ("last", "all"):
+        _, traces, counts = read(tok, *asked, turns=turns)
+        assert (traces, counts.unused_tools) == ([], 2)
+    _, _, counts = read(tok, *asked, limit=1)
+    assert counts.unused_tools == 1
+    _, _, counts = read(tok, {"prompt": "1*22=?", "gold": "22", "tools": json.dumps(TOOLS)})
+    assert counts.unused_tools == 1
     problems, _, counts = read(tok, *rows[:2], turns="all")
     assert all("multiply" in problem.prompt_text for problem in problems)
     assert "tools" not in str(counts)
