@@ -227,6 +227,23 @@ def test_a_column_whose_name_is_anothers_is_kept_under_a_name_of_its_own(here: P
     }
 
 
+def test_a_column_like_the_responses_does_not_take_its_place(here: Path) -> None:
+    said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "RIGHT"}]
+    more = dict.fromkeys(("completion", "response", "output", "solution", "target"), "OTHER")
+    write_lines(here / "a.jsonl", [{"messages": said, "label": True, **more}])
+    for form in ("labelled", "prompt_response", "conversation", "problem_solution"):
+        assert main(["ingest", "a.jsonl", "--write", "b.jsonl", "--as", form]) == 0
+        (row,) = read_rows(here / "b.jsonl")
+        assert row.content.target == "RIGHT"
+
+
+def test_space_about_the_responses_of_a_pair_costs_no_row(here: Path) -> None:
+    write_lines(here / "a.jsonl", [{"chosen": "2+2? It is 4", "rejected": "2+2? Five"}])
+    assert main(["ingest", "a.jsonl", "--write", "b.jsonl", "--as", "hh"]) == 0
+    (row,) = read_rows(here / "b.jsonl")
+    assert (row.content.target, row.content.rejected) == ("It is 4", "Five")
+
+
 def test_a_row_that_would_read_as_another_one_is_left_out(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
