@@ -215,9 +215,14 @@ def prompt(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
 
 def with_system(row: Mapping[str, Any], asked: tuple[Message, ...]) -> tuple[Message, ...]:
     """A prompt behind the text of the column ``system``, unless it is blank or the prompt has a system message."""
-    if first_filled(row, (SYSTEM,)) is None or (asked and asked[0].role == "system"):
+    system = row.get(SYSTEM)
+    # Some writers have false, 0 or an empty list where there is none.
+    if _is_blank(system) or not system or (asked and asked[0].role == "system"):
         return asked
-    return (Message(role="system", content=text(row, SYSTEM)), *asked)
+    if not isinstance(system, str):
+        way_out = "store text, or give the column another name"
+        raise RowError(SYSTEM, system, "isn't text", way_out)
+    return (Message(role="system", content=system), *asked)
 
 
 def earlier_turns(row: Mapping[str, Any], asked: str | None) -> tuple[Message, ...] | None:

@@ -231,18 +231,20 @@ SHARED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 )
 def test_a_system_prompt_may_stand_in_a_column(row: dict[str, Any], tmp_path: Path):
     """As in Bespoke-Stratos, OpenThoughts and LLaMA-Factory's forms."""
-    rows = [{"system": system, **row} for system in ("Be short.", " ", None)]
+    blank = (" ", None, False, 0, [], {})
+    rows = [{"system": system, **row} for system in ("Be short.", *blank)]
     path = write_lines(tmp_path / "a.jsonl", rows)
     user = Message(role="user", content="2+2?")
     whole = "messages" in row or "conversations" in row
     for all_answers in {False, whole}:
         found = [one.content for one in read_rows(path, whole=all_answers)]
-        assert [content.prompt for content in found] == [(BE_SHORT, user), (user,), (user,)]
-        assert [(content.target, content.extra) for content in found] == [("4", {})] * 3
+        assert [content.prompt for content in found] == [(BE_SHORT, user), *[(user,)] * len(blank)]
+        assert [(content.target, content.extra) for content in found] == [("4", {})] * len(rows)
     left_out = LeftOut()
     write_lines(path, [{**row, "system": 7}])
     assert list(read_rows(path, left_out=left_out)) == []
     assert left_out.counts == {"system isn't text": 1}
+    assert "or give the column another name" in left_out.first["system isn't text"]
 
 
 @pytest.mark.parametrize(
