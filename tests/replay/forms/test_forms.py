@@ -227,6 +227,9 @@ SHARED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
         {"messages": [said("user", "2+2?"), said("assistant", "4")]},
         {"instruction": "2+2?", "input": "", "output": "4"},
         {"prompt": [said("user", "2+2?")], "completion": "4", "label": True},
+        {"prompt": "2+2?"},
+        {"prompt": "2+2?", "gold": "4"},
+        {"problem": "2+2?", "answer": "4"},
     ],
 )
 def test_a_system_prompt_may_stand_in_a_column(row: dict[str, Any], tmp_path: Path):
@@ -239,7 +242,7 @@ def test_a_system_prompt_may_stand_in_a_column(row: dict[str, Any], tmp_path: Pa
     for all_answers in {False, whole}:
         found = [one.content for one in read_rows(path, whole=all_answers)]
         assert [content.prompt for content in found] == [(BE_SHORT, user), *[(user,)] * len(blank)]
-        assert [(content.target, content.extra) for content in found] == [("4", {})] * len(rows)
+        assert [content.extra for content in found] == [{}] * len(rows)
     left_out = LeftOut()
     write_lines(path, [{**row, "system": 7}])
     assert list(read_rows(path, left_out=left_out)) == []
@@ -285,6 +288,28 @@ def test_earlier_turns_may_stand_in_a_column(tmp_path: Path):
         ]
         assert (first.target, first.extra) == ("5", {})
         assert [(len(one.prompt), one.extra) for one in others] == [(2, {})] * len(others)
+
+
+def test_a_pair_may_have_earlier_turns(tmp_path: Path):
+    row = {"chosen": "5", "rejected": "6", "history": [["2+2?", "4"]]}
+    both = {
+        side: [said("user", "q"), said("assistant", row[side])] for side in ("chosen", "rejected")
+    }
+    rows = [
+        {**row, "instruction": "Add 1.", "input": "", "system": "Be short."},
+        {**row, "prompt": [said("user", "q")]},
+        {**row, **both},
+    ]
+    texts = []
+    for number, one in enumerate(rows):
+        (found,) = all_of(write_lines(tmp_path / f"{number}.jsonl", [one]))
+        texts.append([message.content for message in found.content.prompt])
+        assert found.content.extra == ({"history": row["history"]} if number else {})
+    assert texts == [["Be short.", "2+2?", "4", "Add 1."], ["q"], ["q"]]
+    # With a response beside them they are pairs still.
+    assert (
+        form_of(tmp_path, {**row, "prompt": "", "response": "", "system": ""}).name == "preference"
+    )
 
 
 @pytest.mark.parametrize("history", ["the war", "[1]", [["2+2?"]], [["2+2?", ""]], {"a": 1}, 7])
