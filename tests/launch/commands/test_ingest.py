@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.launch.cli import main
-from tandem.replay.forms import read_rows
+from tandem.replay.forms import FORMS, read_rows
 
 TESTS = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(TESTS / "replay"))
@@ -255,6 +255,16 @@ def test_a_row_that_would_read_as_another_one_is_left_out(
     assert found["left_out"] == {other: 2, "nums is missing": 1}
     _, found = report(capsys, "b.jsonl", "a.jsonl", "--write", "d.jsonl", "--as", "gsm8k")
     assert found["left_out"] == {other.replace("countdown", "gsm8k"): 1}
+
+
+@pytest.mark.parametrize("form", [form.name for form in FORMS if form.name != "task"])
+def test_a_task_without_a_prompt_is_left_out_of_forms_with_one(
+    form: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(here / "a.jsonl", [ROWS["task"](1)])
+    write_lines(here / "b.jsonl", [ROWS[form](2)])
+    found = report(capsys, "b.jsonl", "a.jsonl", "--write", "c.jsonl", "--as", form)
+    assert [one["kept"] for one in found] == [1, 0]
 
 
 def test_a_set_and_its_complement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
