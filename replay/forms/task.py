@@ -59,5 +59,6 @@ FORM = Form(
     also=("environment",),
     read=_read,
     write=_write,
+    of_extra=("task",),
     claims=lambda row: isinstance(row["task"], Mapping),
 )

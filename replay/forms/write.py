@@ -45,9 +45,11 @@ class RowWriter:
         self._part = self.path.with_name(f".{self.path.name}.part")
         self._made = self.path.with_name(f".{self.path.name}.made")
         self._file: TextIO | None = None
-        own = set(chain(*self.form.columns))
-        self._taken = {n for form in FORMS for n in (*chain(*form.columns), *form.also)} - own
-        """Columns by which other forms are known, or in which a form looks."""
+        taken = {n for form in FORMS for n in (*chain(*form.columns), *form.also)}
+        of_extra = self.form.of_extra
+        # Rows of every form name their environment in one column.
+        self._taken = taken - {*of_extra, "environment"} if of_extra is not None else set()
+        """Columns by which forms are known, or in which one looks, and which a row's other columns can't be."""
         self._first: dict[str, Any] = {}
         self._names: dict[str, None] = {}
         """The columns of all rows."""
@@ -76,16 +78,13 @@ class RowWriter:
     def _row(self, content: Content) -> dict[str, Any]:
         """A row that is known by its columns in the file, and reads as the content."""
         assert self.form.write is not None
-        columns = self.form.write(content)
+        # In every row alike, so that a column of the file means one thing.
+        extra = {
+            f"extra_{name}" if name in self._taken else name: value
+            for name, value in content.extra.items()
+        }
+        columns = self.form.write(replace(content, extra=extra))
         found = self._read_back(columns, content)
-        if found is None:
-            # The names of other columns may show another form, or be those in which this one looks.
-            extra = {
-                f"extra_{name}" if name in self._taken else name: value
-                for name, value in content.extra.items()
-            }
-            columns = self.form.write(replace(content, extra=extra))
-            found = self._read_back(columns, content)
         if found is None:
             self.form.read(columns)  # Its own error says more.
             what = f"would be read as another one than it is, written as {self.form.name}"

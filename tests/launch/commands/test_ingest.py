@@ -227,6 +227,25 @@ def test_a_column_whose_name_is_anothers_is_kept_under_a_name_of_its_own(here: P
     }
 
 
+def test_a_column_is_renamed_in_all_rows_or_in_none(here: Path) -> None:
+    said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    more = {"level": 1, "environment": "sums", "choices": ["a", "b"], "query": "x"}
+    rows = [{"messages": said, "gold": "4", "final_answer": gold, **more} for gold in "45"]
+    write_lines(here / "a.jsonl", rows)
+    for form in ("prompt_response", "question_answer", "prompt", "conversation"):
+        assert main(["ingest", "a.jsonl", "--write", "b.jsonl", "--as", form]) == 0
+        found = [row.content for row in read_rows(here / "b.jsonl", form)]
+        assert [content.gold for content in found] == ["4", "4"]
+        for content, gold in zip(found, "45", strict=True):
+            assert content.extra == {
+                "extra_final_answer": gold,
+                "level": 1,
+                "environment": "sums",
+                "extra_choices": ["a", "b"],
+                "extra_query": "x",
+            }
+
+
 def test_a_column_like_the_responses_does_not_take_its_place(here: Path) -> None:
     said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "RIGHT"}]
     more = dict.fromkeys(("completion", "response", "output", "solution", "target"), "OTHER")
