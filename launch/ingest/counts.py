@@ -61,6 +61,13 @@ class SourceCounts:
         if number:
             self.filtered[what] = self.filtered.get(what, 0) + number
 
+    def add(self, other: SourceCounts) -> None:
+        """Adds the traces and samples that were left out of a part of the source."""
+        for what, number in other.filtered.items():
+            self.filter(what, number)
+        for verdict, number in other.refused_traces.items():
+            self.refused_traces[verdict] = self.refused_traces.get(verdict, 0) + number
+
     def add_pair(self, gap: int) -> None:
         """Counts a pair whose chosen response has so many tokens more than the rejected one."""
         self.pairs += 1
