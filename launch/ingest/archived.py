@@ -110,16 +110,27 @@ class ArchiveReader:
         if isinstance(source, SourceConfig):
             asked = self._judged(asked, source, counts)
         # A limit counts problems that can be used.
-        found = [(one, groups) for one in asked if (groups := self._groups(one, source, counts))]
-        if source.limit is not None:
-            seed = getattr(source, "seed", None)
-            ids = [f"{source.short_name}/{one.number}" for one, _ in found]
-            kept = set(ids[: source.limit] if seed is None else drawn(ids, source.limit, seed))
-            found = [each for each, name in zip(found, ids, strict=True) if name in kept]
+        limit, seed = source.limit, getattr(source, "seed", None)
+        found: dict[str, tuple[Group, list[tuple[Sample, ...]], SourceCounts]] = {}
+        usable: list[str] = []
+        for one in asked:
+            if seed is None and len(usable) == limit:
+                break
+            name, of_it = f"{source.short_name}/{one.number}", SourceCounts()
+            groups = self._groups(one, source, of_it)
+            found[name] = one.group, groups, of_it
+            if groups:
+                usable.append(name)
+        not_drawn: set[str] = set()
+        if limit is not None and seed is not None:
+            not_drawn = set(usable) - drawn(usable, limit, seed)
         made = _Made(source.short_name, self._digest)
-        for one, groups in found:
+        for name, (group, groups, of_it) in found.items():
+            if name in not_drawn:
+                continue
+            counts.add(of_it)
             for samples in groups:
-                made.add(one.group, samples)
+                made.add(group, samples)
                 if self._pairs_up and samples:
                     right, wrong = samples
                     counts.add_pair(len(right.tokens) - len(wrong.tokens))

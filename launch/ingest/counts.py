@@ -45,7 +45,7 @@ class SourceCounts:
     earlier_answers: int = 0
     """Traces of conversations with earlier answers, which aren't learned from."""
     unused_tools: int = 0
-    """Traces of conversations whose prompts don't show the tools that they are offered."""
+    """Rows that became problems and whose prompts don't show the tools that the rows have."""
     lacking: list[str] = field(default_factory=list)
     """What a reward that grades an archive anew asks for and some of its groups lack."""
     unfit_logprobs: int = 0
@@ -60,6 +60,13 @@ class SourceCounts:
         """Counts what one of the source's filters has left out."""
         if number:
             self.filtered[what] = self.filtered.get(what, 0) + number
+
+    def add(self, other: SourceCounts) -> None:
+        """Adds the traces and samples that were left out of a part of the source."""
+        for what, number in other.filtered.items():
+            self.filter(what, number)
+        for verdict, number in other.refused_traces.items():
+            self.refused_traces[verdict] = self.refused_traces.get(verdict, 0) + number
 
     def add_pair(self, gap: int) -> None:
         """Counts a pair whose chosen response has so many tokens more than the rejected one."""
@@ -78,7 +85,7 @@ class SourceCounts:
                 self.earlier_answers,
                 "rows' earlier answers (only the last one of each row is learned from)",
             ),
-            (self.unused_tools, "rows' tools (only turns=all shows them in the prompt)"),
+            (self.unused_tools, "rows' tools (the prompt doesn't show them)"),
             (self.unfit_logprobs, "traces whose log-probs aren't one a token (taken off)"),
             *((n, f"traces graded {verdict}") for verdict, n in self.refused_traces.items()),
             (self.unpaid_traces, "traces graded correct and paid nothing (is a gate closed?)"),

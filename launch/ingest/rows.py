@@ -203,6 +203,8 @@ class SourceReader:
             done += len(made.problems)
             counts.problems += len(made.problems)
             counts.traces += len(made.traces)
+            if not self._config.environments.is_on:  # An environment may offer them.
+                counts.unused_tools += sum(unused_tools(row.raw, row.content) for row in made.rows)
             yield made
             if limit is not None and done == limit:
                 return
@@ -323,11 +325,17 @@ class SourceReader:
             return False
         return content.rejected is not None or content.label is not None or not gold
 
-    def _leave_out(self, draft: _Draft, counts: SourceCounts, reason: str, what: str) -> None:
+    def _leave_out(
+        self,
+        draft: _Draft,
+        counts: SourceCounts,
+        reason: str,
+        what: str | DataError,
+    ) -> None:
         if self._config.data.bad_rows == "refuse":
-            raise DataError(
-                f"{draft.row.place}: {what}: correct it, or set data.bad_rows=leave_out"
-            )
+            # An error ends in a way out already.
+            way_out = "" if isinstance(what, DataError) else ": correct it"
+            raise DataError(f"{draft.row.place}: {what}{way_out}, or set data.bad_rows=leave_out")
         counts.bad_rows.add(reason, f"{draft.row.place}: {what}")
 
     # Prompts.
@@ -344,7 +352,7 @@ class SourceReader:
                 if self._plays:
                     draft.task = task_of(draft.row, self._config.environments, data)
             except RowError as error:
-                self._leave_out(draft, counts, error.reason, str(error))
+                self._leave_out(draft, counts, error.reason, error)
                 continue
             # Ten million characters would take a tokenizer many seconds.
             size = sum(len(message.content) for message in draft.row.content.prompt)
@@ -402,10 +410,14 @@ class SourceReader:
                     self._tokenizer, messages, self._config.data, tools
                 )
             except Exception as error:  # noqa: BLE001 - a chat template may raise anything
+                if isinstance(error, DataError):
+                    template = f"data.template={self._config.data.template}"
+                    reason = f"prompts with more messages than {template} holds (own holds them)"
+                    self._leave_out(draft, counts, reason, error)
+                    continue
                 said = " ".join(str(error).split())[:200]
-                if not isinstance(error, DataError):
-                    said = f"the model's chat template refused the prompt: {said}"
-                self._leave_out(draft, counts, "prompts that the template refuses", said)
+                what = f"the model's chat template refused the prompt: {said}"
+                self._leave_out(draft, counts, "prompts that the template refuses", what)
             else:
                 kept.append(draft)
         return kept
@@ -513,7 +525,6 @@ class SourceReader:
             earlier = any(message.role == "assistant" for message in content.prompt)
             # Of a pair both responses go on from the same answers.
             counts.earlier_answers += earlier and content.rejected is None
-            counts.unused_tools += unused_tools(draft.row.raw, content)
         self._add_logprobs(drafts, counts)
         return lengths
 
@@ -553,7 +564,7 @@ class SourceReader:
             try:
                 draft.answers = turns.answers(self._tokenizer, content, self._config)
             except RowError as error:
-                self._leave_out(draft, counts, error.reason, str(error))
+                self._leave_out(draft, counts, error.reason, error)
                 return False
         return True
 
@@ -562,7 +573,7 @@ class SourceReader:
         error = unread_label(draft.row.raw, draft.row.content) if draft.judged else None
         if error is None:
             return True
-        self._leave_out(draft, counts, error.reason, str(error))
+        self._leave_out(draft, counts, error.reason, error)
         return False
 
     def _judge(self, drafts: Sequence[_Draft], counts: SourceCounts) -> None:

@@ -101,7 +101,7 @@ def answers(tokenizer: Any, content: Content, config: Config) -> tuple[Answer, .
             whole = before[number + 1]
             _check_begins(whole, text, f"message {places[number + 1] + 1}")
         end = closed.start(1)
-        learned = is_learned(messages[place], COLUMN)
+        learned = is_learned(messages[place])
         found.append(Answer(said=text[len(start) : end], after=whole[end:], learned=learned))
     return tuple(found)
 

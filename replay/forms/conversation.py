@@ -3,9 +3,10 @@
 The last message, if it is the assistant's, is the response; those before it are the prompt. With ``turns: all`` of a
 source the prompt is what stands before the first answer, all answers are learned from, and there may be calls of tools
 (``tool_calls``), their results (messages of the role ``tool``) and a column ``tools``. A text in ``system`` is the first
-message, of the role system, unless there is one. An answer whose message has a ``weight`` of 0 isn't learned from. A gold answer may stand in
-``ground_truth``, ``gold``, ``expected_answer`` or ``answer``, the data set's name in ``dataset`` or ``source``, and in
-``label`` whether the last answer is a wanted one, true or false (1 or 0); a text that says neither is a column like any other.
+message, of the role system, unless there is one. An answer whose message has a ``weight`` of 0 isn't learned from. A gold
+answer may stand in ``ground_truth``, ``gold``, ``expected_answer`` or ``answer``, the data set's name in ``dataset`` or
+``source``, and in ``label`` whether the last answer is a wanted one, true or false (1 or 0); a text that says neither is
+a column like any other.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from .row import (
 )
 
 CONVERSATIONS = ("messages", "conversations")
-LEARN_OTHERS = "set turns=all of the source to learn from the other answers"
 TOOLS = "tools"
 """Column with the tools that a conversation is offered."""
 
@@ -47,11 +47,9 @@ TOOLS = "tools"
 def read(row: Mapping[str, Any]) -> Content:
     column = _column(row)
     found = messages(row, column)
-    target = found[-1].content if found[-1].role == "assistant" else None
-    if target is not None and not is_learned(row[column][-1], column):
-        raise RowError(column, target, "ends with an answer of weight 0", LEARN_OTHERS)
-    prompt = found[:-1] if target is not None else found
-    return _content(row, prompt, target)
+    if found[-1].role != "assistant":
+        return _content(row, found, None)
+    return _content(row, found[:-1], found[-1].content if is_learned(row[column][-1]) else None)
 
 
 def read_whole(row: Mapping[str, Any]) -> Content:
@@ -60,7 +58,7 @@ def read_whole(row: Mapping[str, Any]) -> Content:
     answers = [place for place, one in enumerate(found) if one["role"] == "assistant"]
     if not answers:
         return read(row)
-    learned = [place for place in answers if is_learned(found[place], column)]
+    learned = [place for place in answers if is_learned(found[place])]
     if not learned:
         raise RowError(column, row[column], "has only answers of weight 0", "leave the row out")
     first, last = answers[0], learned[-1]
@@ -134,9 +132,9 @@ def unread_label(row: Mapping[str, Any], content: Content) -> RowError | None:
 
 
 def unused_tools(row: Mapping[str, Any], content: Content) -> bool:
-    """Whether a conversation is offered tools that its prompt doesn't show, as only one does that is read whole."""
-    is_one = first_of(row, CONVERSATIONS) is not None and not content.turns
-    return is_one and first_filled(row, (TOOLS,)) is not None and row[TOOLS] not in ([], "[]")
+    """Whether a row has tools that its prompt doesn't show, as only that of a conversation does that is read whole."""
+    has_tools = first_filled(row, (TOOLS,)) is not None and row[TOOLS] not in ([], "[]")
+    return has_tools and not content.turns
 
 
 def _no_label(given: Any) -> RowError:

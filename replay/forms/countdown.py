@@ -58,4 +58,5 @@ FORM = Form(
     columns=tuple((column, "target") for column in NUMBERS),
     read=read,
     write=write,
+    of_extra=("nums", "target"),
 )

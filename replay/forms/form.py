@@ -27,6 +27,8 @@ class Form:
     """The same such that all answers of a conversation are learned from; None = the form has one response a row."""
     write: Callable[[Content], dict[str, Any]] | None = None
     """Makes a row that reads as this content; raises :class:`~.row.RowError` if the form can't hold it."""
+    of_extra: tuple[str, ...] | None = ()
+    """Columns that :attr:`write` takes from a row's other columns; None = it makes no columns of these."""
     claims: Callable[[Mapping[str, Any]], bool] | None = None
     """Whether a row with these columns has this form, by its values; None = always."""
     reads: Callable[[Collection[str]], list[str]] | None = None

@@ -24,7 +24,8 @@ def read(row: Mapping[str, Any]) -> Content:
 def write(content: Content) -> dict[str, Any]:
     row = prompt_response.write(content)
     label = needed(content.label, "label", "labelled")
-    return {"completion": row.pop("response"), "label": label, **row}
+    response = row.pop("response")
+    return {**row, "completion": response, "label": label}
 
 
 FORM = Form(

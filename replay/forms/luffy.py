@@ -140,5 +140,6 @@ FORM = Form(
     also=("target", "ability", "extra_info"),
     read=read,
     write=write,
+    of_extra=None,
     reads=_reads,
 )

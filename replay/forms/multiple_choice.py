@@ -27,6 +27,7 @@ from .row import (
     RowError,
     first_of,
     needed,
+    one_question,
     others,
     present,
     question,
@@ -110,7 +111,7 @@ def ask(asked: str, options: Sequence[str]) -> str:
 
 
 def write(content: Content) -> dict[str, Any]:
-    lines = content.prompt[0].content.split("\n")
+    lines = one_question(content, "multiple_choice").split("\n")
     # The options are the last lines; an option may itself have several.
     starts: list[int] = []
     for index in range(len(lines) - 1, -1, -1):

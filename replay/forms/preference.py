@@ -2,9 +2,10 @@
 
 The prompt is the first column there of ``prompt``, ``question``, ``instruction`` (with ``input`` or
 ``context`` behind it) and ``input``: a text or a list of messages. A text in ``system`` becomes its system
-message unless it has one. In a row with none of these columns both responses begin with the prompt: it is
-what they have in common, by message for lists and by character for texts (TRL's implicit prompt), where a
-blank at its end belongs to the responses. Messages that two lists have in common are the prompt in any row.
+message unless it has one, and ``history`` has the turns before a question of text, as in ``prompt_response``.
+In a row with none of these columns both responses begin with the prompt: it is what they have in common, by
+message for lists and by character for texts (TRL's implicit prompt), where a blank at its end belongs to the
+responses. Messages that two lists have in common are the prompt in any row.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Any
 from .form import Form
 from .row import (
     GOLDS,
+    HISTORY,
     SOURCES,
     SYSTEM,
     Content,
     Message,
     RowError,
     as_prompt,
+    earlier_turns,
     first_of,
     gold_of,
     instruction,
@@ -40,6 +43,7 @@ WITH_PROMPT = (*PROMPTS, SYSTEM)
 
 
 def read(row: Mapping[str, Any]) -> Content:
+    common: tuple[Message, ...] = ()
     if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
         common, chosen, rejected = _of_messages(row)
         asked = common or _asked(row)
@@ -55,8 +59,10 @@ def read(row: Mapping[str, Any]) -> Content:
         raise RowError("prompt", None, "is missing", "both responses have to begin with it, else")
     check_pair(chosen, rejected)
     used = (*WITH_PROMPT, "context") if row.get("instruction") is not None else WITH_PROMPT
+    before = earlier_turns(row, None if common else first_of(row, PROMPTS))
+    used = used if before is None else (*used, HISTORY)
     return Content(
-        prompt=with_system(row, asked),
+        prompt=with_system(row, (*(before or ()), *asked)),
         gold=gold_of(row),
         target=chosen,
         rejected=rejected,
@@ -130,7 +136,7 @@ FORM = Form(
     name="preference",
     about="chosen/rejected, with or without a prompt, as for DPO",
     columns=(("chosen", "rejected"),),
-    also=(*WITH_PROMPT, *GOLDS, *SOURCES),
+    also=(*WITH_PROMPT, HISTORY, *GOLDS, *SOURCES),
     read=read,
     write=write,
 )

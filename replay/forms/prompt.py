@@ -1,7 +1,8 @@
 """Prompts alone, for rewards that need no gold answer: an environment's, a judge's, a function of the user's own.
 
-The column ``prompt`` is text, or a list of messages. A gold answer (``row.GOLDS``), where the row is from
-(``row.SOURCES``) and ``ability`` may be there; other columns are kept for rewards and environments.
+The column ``prompt`` is text, or a list of messages; a text in ``system`` is its system message, unless it has one. A gold
+answer (``row.GOLDS``), where the row is from (``row.SOURCES``) and ``ability`` may be there; other columns are kept for
+rewards and environments.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ OF_OTHERS = ("task", "messages", "conversations", "reward_model", "target", "cho
 
 def _read(row: Mapping[str, Any]) -> r.Content:
     return r.Content(
-        prompt=r.prompt(row, "prompt"),
+        prompt=r.with_system(row, r.prompt(row, "prompt")),
         gold=r.gold_of(row),
         data_source=r.source_of(row),
         ability=r.ability(row),
-        extra=r.others(row, ("prompt", *r.GOLDS, *r.SOURCES, "ability")),
+        extra=r.others(row, ("prompt", *r.GOLDS, *r.SOURCES, r.SYSTEM, "ability")),
     )
 
 

@@ -22,14 +22,14 @@ from typing import Any
 from .form import Form
 from .row import (
     GOLDS,
+    HISTORY,
     SOURCES,
     SYSTEM,
     Content,
-    Message,
     RowError,
     ability,
     as_prompt,
-    first_filled,
+    earlier_turns,
     first_of,
     gold_of,
     instruction,
@@ -43,7 +43,6 @@ from .row import (
 )
 
 PROMPTS = ("prompt", "instruction", "query")
-HISTORY = "history"
 BEFORE = (SYSTEM, HISTORY)
 """Columns with what stands before the question."""
 RESPONSES = ("response", "completion", "output")
@@ -59,38 +58,16 @@ def read(row: Mapping[str, Any]) -> Content:
     if answered is None:
         raise RowError("response", None, "is missing", "give the row a response")
     last = instruction(row) if asked == "instruction" else prompt(row, asked)
+    before = earlier_turns(row, asked)
+    used = used if before is None else (*used, HISTORY)
     return Content(
-        prompt=with_system(row, (*_earlier(row, asked), *last)),
+        prompt=with_system(row, (*(before or ()), *last)),
         gold=gold_of(row),
         target=response(row, answered),
         data_source=source_of(row),
         ability=ability(row),
-        extra=others(row, (*PROMPTS, *RESPONSES, *GOLDS, *SOURCES, *used, *BEFORE, "ability")),
+        extra=others(row, (*PROMPTS, *RESPONSES, *GOLDS, *SOURCES, *used, SYSTEM, "ability")),
     )
-
-
-def _earlier(row: Mapping[str, Any], asked: str) -> tuple[Message, ...]:
-    """The earlier turns, as LLaMA-Factory has them beside the last question."""
-    turns = row.get(HISTORY)
-    if first_filled(row, (HISTORY,)) is None or turns == []:
-        return ()
-    if isinstance(row[asked], list):
-        way_out = "put the earlier turns into the prompt"
-        raise RowError(HISTORY, turns, "stands beside a prompt of messages", way_out)
-    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
-        way_out = "store a list of [question, answer], or give the column another name"
-        raise RowError(HISTORY, turns, "isn't a list of earlier turns", way_out)
-    roles = ("user", "assistant")
-    return tuple(
-        Message(role=role, content=said)
-        for turn in turns
-        for role, said in zip(roles, turn, strict=True)
-    )
-
-
-def _is_turn(turn: Any) -> bool:
-    pair = isinstance(turn, list) and len(turn) == 2
-    return pair and all(isinstance(said, str) and said.strip() for said in turn)
 
 
 def write(content: Content) -> dict[str, Any]:

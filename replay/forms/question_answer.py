@@ -2,7 +2,7 @@
 
 ``question`` (or ``problem``, or ``prompt``, which may be a list of messages) is the question. ``answer`` (or
 ``gold``, ``ground_truth``, or OlympiadBench's ``final_answer``) is the gold answer as text, as a number (142.0 is read as 142), or as a solution
-that holds it in its last ``\\boxed{}``.
+that holds it in its last ``\\boxed{}``. A text in ``system`` is the system message, unless the question has one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from .form import Form
 from .row import (
     SOURCES,
+    SYSTEM,
     Content,
     as_prompt,
     first_of,
@@ -22,6 +23,7 @@ from .row import (
     present,
     prompt,
     source_of,
+    with_system,
 )
 
 QUESTIONS = ("question", "problem", "prompt")
@@ -32,10 +34,10 @@ def read(row: Mapping[str, Any]) -> Content:
     asked = first_of(row, QUESTIONS) or QUESTIONS[0]
     answered = first_of(row, ANSWERS)
     return Content(
-        prompt=prompt(row, asked),
+        prompt=with_system(row, prompt(row, asked)),
         gold=gold(row[answered], answered) if answered else "",
         data_source=source_of(row),
-        extra=others(row, (*QUESTIONS, *ANSWERS, *SOURCES)),
+        extra=others(row, (*QUESTIONS, *ANSWERS, *SOURCES, SYSTEM)),
     )
 
 

@@ -24,6 +24,8 @@ GOLDS = ("gold", "ground_truth", "expected_answer")
 """Columns that may hold the gold answer; the first one that isn't blank counts."""
 SYSTEM = "system"
 """Column that may hold the system message of a prompt."""
+HISTORY = "history"
+"""Column that may hold the turns before a question."""
 MAX_EXTRA = 1_000
 """Longest extra column that is kept, in characters of its JSON."""
 DEEPEST = 6
@@ -139,13 +141,9 @@ def whole_messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     return found
 
 
-def is_learned(message: Mapping[str, Any], column: str) -> bool:
-    """Whether an answer's weight lets it be learned from: it may be 1 or 0, and is 1 without one."""
-    weight = message.get(WEIGHT)
-    learned = True if is_missing(weight) else truth(weight)
-    if learned is None:
-        raise RowError(column, weight, "is the weight of an answer", "it must be 1 or 0")
-    return learned
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether an answer is learned from: unless its weight is 0. Any other weight counts as 1."""
+    return truth(message.get(WEIGHT)) is not False
 
 
 def as_list(value: Any, column: str) -> list[Any]:
@@ -217,9 +215,42 @@ def prompt(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
 
 def with_system(row: Mapping[str, Any], asked: tuple[Message, ...]) -> tuple[Message, ...]:
     """A prompt behind the text of the column ``system``, unless it is blank or the prompt has a system message."""
-    if first_filled(row, (SYSTEM,)) is None or (asked and asked[0].role == "system"):
+    system = row.get(SYSTEM)
+    # Some writers have false, 0 or an empty list where there is none.
+    if _is_blank(system) or not system or (asked and asked[0].role == "system"):
         return asked
-    return (Message(role="system", content=text(row, SYSTEM)), *asked)
+    if not isinstance(system, str):
+        way_out = "store text, or give the column another name"
+        raise RowError(SYSTEM, system, "isn't text", way_out)
+    return (Message(role="system", content=system), *asked)
+
+
+def earlier_turns(row: Mapping[str, Any], asked: str | None) -> tuple[Message, ...] | None:
+    """The earlier turns that LLaMA-Factory has in ``history``, beside the last question: ``[question, answer]`` each.
+
+    Args:
+        row: a row.
+        asked: its column with the question; None without one.
+
+    Returns:
+        None if the column holds something else, or the question is a list of messages, which has them already.
+    """
+    turns = _from_json(row.get(HISTORY))
+    if _is_blank(turns) or turns in ([], {}):
+        return ()
+    has_messages = asked is None or isinstance(row[asked], list)
+    if has_messages or not isinstance(turns, list) or not all(map(_is_turn, turns)):
+        return None
+    return tuple(
+        Message(role=role, content=said)
+        for turn in turns
+        for role, said in zip(("user", "assistant"), turn, strict=True)
+    )
+
+
+def _is_turn(turn: Any) -> bool:
+    pair = isinstance(turn, list) and len(turn) == 2
+    return pair and all(isinstance(said, str) and said.strip() for said in turn)
 
 
 def question(content: str) -> tuple[Message, ...]:

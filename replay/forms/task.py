@@ -49,7 +49,7 @@ def _write(content: Content) -> dict[str, Any]:
             "task", task, "isn't an object", "the form task holds tasks without a prompt"
         )
     known = present(gold=content.gold, data_source=content.data_source, ability=content.ability)
-    return {"task": dict(task), **known, **extra}
+    return {**extra, "task": dict(task), **known}
 
 
 FORM = Form(
@@ -59,5 +59,6 @@ FORM = Form(
     also=("environment",),
     read=_read,
     write=_write,
+    of_extra=("task",),
     claims=lambda row: isinstance(row["task"], Mapping),
 )

@@ -45,9 +45,11 @@ class RowWriter:
         self._part = self.path.with_name(f".{self.path.name}.part")
         self._made = self.path.with_name(f".{self.path.name}.made")
         self._file: TextIO | None = None
-        own = set(chain(*self.form.columns))
-        self._taken = {n for form in FORMS for n in (*chain(*form.columns), *form.also)} - own
-        """Columns by which other forms are known, or in which a form looks."""
+        taken = {n for form in FORMS for n in (*chain(*form.columns), *form.also)}
+        of_extra = self.form.of_extra
+        # Rows of every form name their environment in one column.
+        self._taken = taken - {*of_extra, "environment"} if of_extra is not None else set()
+        """Columns by which forms are known, or in which one looks, and which a row's other columns can't be."""
         self._first: dict[str, Any] = {}
         self._names: dict[str, None] = {}
         """The columns of all rows."""
@@ -76,21 +78,23 @@ class RowWriter:
     def _row(self, content: Content) -> dict[str, Any]:
         """A row that is known by its columns in the file, and reads as the content."""
         assert self.form.write is not None
-        columns = self.form.write(content)
+        # In every row alike, so that a column of the file means one thing.
+        extra = {
+            f"extra_{name}" if name in self._taken else name: value
+            for name, value in content.extra.items()
+        }
+        columns = self.form.write(replace(content, extra=extra))
         found = self._read_back(columns, content)
-        if found is None:
-            # The names of other columns may show another form, or be those in which this one looks.
-            extra = {
-                f"extra_{name}" if name in self._taken else name: value
-                for name, value in content.extra.items()
-            }
-            columns = self.form.write(replace(content, extra=extra))
-            found = self._read_back(columns, content)
         if found is None:
             self.form.read(columns)  # Its own error says more.
             what = f"would be read as another one than it is, written as {self.form.name}"
             raise RowError("row", columns, what, "write it in another form")
-        self._check_judgement(found, content)
+        # A question alone may do without the verdict on its response.
+        if found.target is not None and content.label is False and found.label is not False:
+            what = (
+                f"says that the response is a wrong one, which the form {self.form.name} can't hold"
+            )
+            raise RowError("label", False, what, "write the rows as labelled or conversation")
         return columns
 
     def _read_back(self, columns: dict[str, Any], content: Content) -> Content | None:
@@ -101,7 +105,18 @@ class RowWriter:
             same = known is self.form or _said(known.read(columns)) == _said(found)
         except DataError:
             return None
-        return found if same and _is_of(found, content) else None
+        return found if same and self._is_of(found, content) else None
+
+    def _is_of(self, found: Content, content: Content) -> bool:
+        """Whether a row that is read again says nothing that it didn't say. Not every form holds all."""
+        prompt, gold, target, *judged = _said(found)
+        asked, known, answer, *verdicts = _said(content)
+        if prompt != asked or gold not in ("", known):
+            return False
+        # Only GSM8K's answers are written otherwise: with the gold answer in their last line.
+        if target not in (None, answer) and (answer is None or self.form.name != "gsm8k"):
+            return False
+        return all(now in (None, then) for now, then in zip(judged, verdicts, strict=True))
 
     def _form_of(self, columns: dict[str, Any]) -> Form:
         """The form of the file with this row, in which rows have one another's columns."""
@@ -109,18 +124,6 @@ class RowWriter:
             return self._known
         names = self._names | dict.fromkeys(columns)
         return form_of(self.path, names | (self._first or columns))
-
-    def _check_judgement(self, found: Content, content: Content) -> None:
-        """Refuses a row that reads as a response without the data's verdict on it; a question alone may do without."""
-        name = self.form.name
-        if found.target is None:
-            return
-        if content.label is False and found.label is not False:
-            what = f"says that the response is a wrong one, which the form {name} can't hold"
-            raise RowError("label", False, what, "write the rows as labelled or conversation")
-        if content.rejected is not None and found.rejected is None:
-            what = f"has no place in the form {name}"
-            raise RowError("rejected", content.rejected, what, "write pairs as preference")
 
     def finish(self) -> None:
         """Puts the file in its place.
@@ -191,17 +194,10 @@ def _said(content: Content) -> tuple[Any, ...]:
     """What a row is used for: whom it asks what, and what is known of the answer."""
     # Some forms begin or end texts in lines of their own.
     prompt = tuple((message.role, message.content.split()) for message in content.prompt)
-    judged = content.label, content.rejected
-    return prompt, content.gold.strip(), content.target, *judged
-
-
-def _is_of(found: Content, content: Content) -> bool:
-    """Whether a row that is read again says nothing that it didn't say. Not every form holds all."""
-    prompt, gold, target, *judged = _said(found)
-    asked, known, answer, *verdicts = _said(content)
-    if prompt != asked or gold not in ("", known) or (target is not None and answer is None):
-        return False
-    return all(now in (None, then) for now, then in zip(judged, verdicts, strict=True))
+    target, rejected = (
+        None if text is None else text.strip() for text in (content.target, content.rejected)
+    )
+    return prompt, content.gold.strip(), target, content.label, rejected
 
 
 def _kind(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.launch.cli import main
-from tandem.replay.forms import read_rows
+from tandem.replay.forms import FORMS, read_rows
 
 TESTS = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(TESTS / "replay"))
@@ -156,17 +156,14 @@ def test_a_wrong_response_is_not_written_as_one_to_learn_from(
 
 
 @pytest.mark.parametrize("form", ["luffy", "prompt_response", "conversation"])
-def test_a_pair_is_not_written_without_its_worse_response(
+def test_the_better_response_of_a_pair_is_written_as_one_to_learn_from(
     form: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    solved = [ROWS["labelled"](2), ROWS["preference"](3)]
-    names = []
-    for number, row in enumerate(solved):
-        names.append(write_lines(here / f"{number}.jsonl", [row]).name)
-    words = ("--write", "sft.jsonl", "--as", form)
-    _, found = report(capsys, *names, *words)
-    assert found["left_out"] == {f"rejected has no place in the form {form}": 1}
-    assert len(list(read_rows(here / "sft.jsonl"))) == 1
+    write_lines(here / "dpo.jsonl", [ROWS["preference"](n) for n in (1, 2)])
+    (found,) = report(capsys, "dpo.jsonl", "--write", "sft.jsonl", "--as", form)
+    assert (found["kept"], found["left_out"]) == (2, {})
+    chosen = [row.content.target for row in read_rows(here / "dpo.jsonl")]
+    assert [row.content.target for row in read_rows(here / "sft.jsonl")] == chosen
 
 
 def test_what_the_data_say_of_a_response_stays_with_it(here: Path) -> None:
@@ -230,6 +227,42 @@ def test_a_column_whose_name_is_anothers_is_kept_under_a_name_of_its_own(here: P
     }
 
 
+def test_a_column_is_renamed_in_all_rows_or_in_none(here: Path) -> None:
+    said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    more = {"level": 1, "environment": "sums", "choices": ["a", "b"], "query": "x"}
+    rows = [{"messages": said, "gold": "4", "final_answer": gold, **more} for gold in "45"]
+    write_lines(here / "a.jsonl", rows)
+    for form in ("prompt_response", "question_answer", "prompt", "conversation"):
+        assert main(["ingest", "a.jsonl", "--write", "b.jsonl", "--as", form]) == 0
+        found = [row.content for row in read_rows(here / "b.jsonl", form)]
+        assert [content.gold for content in found] == ["4", "4"]
+        for content, gold in zip(found, "45", strict=True):
+            assert content.extra == {
+                "extra_final_answer": gold,
+                "level": 1,
+                "environment": "sums",
+                "extra_choices": ["a", "b"],
+                "extra_query": "x",
+            }
+
+
+def test_a_column_like_the_responses_does_not_take_its_place(here: Path) -> None:
+    said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "RIGHT"}]
+    more = dict.fromkeys(("completion", "response", "output", "solution", "target"), "OTHER")
+    write_lines(here / "a.jsonl", [{"messages": said, "label": True, **more}])
+    for form in ("labelled", "prompt_response", "conversation", "problem_solution"):
+        assert main(["ingest", "a.jsonl", "--write", "b.jsonl", "--as", form]) == 0
+        (row,) = read_rows(here / "b.jsonl")
+        assert row.content.target == "RIGHT"
+
+
+def test_space_about_the_responses_of_a_pair_costs_no_row(here: Path) -> None:
+    write_lines(here / "a.jsonl", [{"chosen": "2+2? It is 4", "rejected": "2+2? Five"}])
+    assert main(["ingest", "a.jsonl", "--write", "b.jsonl", "--as", "hh"]) == 0
+    (row,) = read_rows(here / "b.jsonl")
+    assert (row.content.target, row.content.rejected) == ("It is 4", "Five")
+
+
 def test_a_row_that_would_read_as_another_one_is_left_out(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,6 +274,16 @@ def test_a_row_that_would_read_as_another_one_is_left_out(
     assert found["left_out"] == {other: 2, "nums is missing": 1}
     _, found = report(capsys, "b.jsonl", "a.jsonl", "--write", "d.jsonl", "--as", "gsm8k")
     assert found["left_out"] == {other.replace("countdown", "gsm8k"): 1}
+
+
+@pytest.mark.parametrize("form", [form.name for form in FORMS if form.name != "task"])
+def test_a_task_without_a_prompt_is_left_out_of_forms_with_one(
+    form: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(here / "a.jsonl", [ROWS["task"](1)])
+    write_lines(here / "b.jsonl", [ROWS[form](2)])
+    found = report(capsys, "b.jsonl", "a.jsonl", "--write", "c.jsonl", "--as", form)
+    assert [one["kept"] for one in found] == [1, 0]
 
 
 def test_a_set_and_its_complement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

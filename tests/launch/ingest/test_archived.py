@@ -236,6 +236,18 @@ def test_a_limit_counts_the_problems_that_can_be_used(
     assert len({frozenset(drawn) for drawn in sets}) > 1
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+def test_what_is_left_out_is_counted_of_the_problems_that_a_limit_keeps(seed: int | None) -> None:
+    samples = [Drawn(A), Drawn(C, WRONG), Drawn(D, WRONG, reward=1.0)]
+    archived(*(group(n, samples, prompt=(5, n)) for n in range(3, 9)))
+    limit = "limit: 2" if seed is None else f"limit: 2, seed: {seed}"
+    made = prepared(f"{{path: kept, {limit}}}")
+    assert (len(made.problems), made.counts["kept"].refused_traces) == (2, {"wrong": 4})
+    made = prepared(f"{{path: kept, {limit}, pairs: {{rule: all}}}}", objective="dpo")
+    assert told(made).startswith("2 pairs")
+    assert "left out: 2 pairs whose wrong sample is paid as much" in told(made)
+
+
 def test_samples_replaced_by_traces_are_samples_too() -> None:
     archived(group(0, [Drawn(A)], prompt=(5, 6)), replaced=[Drawn(C, WRONG)])
     made = prepared("{path: kept, pairs: {rule: all}}", objective="dpo")

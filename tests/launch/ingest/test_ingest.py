@@ -990,13 +990,22 @@ def test_a_row_whose_prompt_the_template_refuses_is_left_out_and_counted(
     found = offline("sft", *model)
     assert [problem.problem_id for problem in found.problems] == ["own/0", "own/4"]
     bad = found.counts["own"].bad_rows
-    assert bad.counts == {"prompts that the template refuses": 3}
-    why = {
-        "own": "the model's chat template refused the prompt: roles must alternate",
-        "alpaca": "data.template=alpaca holds one question, and the prompt has 2 messages",
+    reason, why, way_out = {
+        "own": (
+            "prompts that the template refuses",
+            "the model's chat template refused the prompt: roles must alternate, from user on",
+            "correct it",
+        ),
+        "alpaca": (
+            "prompts with more messages than data.template=alpaca holds (own holds them)",
+            "data.template=alpaca holds one question, and the prompt has 2 messages",
+            "use data.template=own",
+        ),
     }[template]
-    assert f"own.jsonl row 1: {why}" in bad.first["prompts that the template refuses"]
-    with pytest.raises(DataError, match=rf"own\.jsonl row 1: {why}.* set data\.bad_rows=leave_out"):
+    assert bad.counts == {reason: 3}
+    assert f"own.jsonl row 1: {why}" in bad.first[reason]
+    ends = rf"row 1: {why}: {way_out}, or set data\.bad_rows=leave_out$"
+    with pytest.raises(DataError, match=ends):
         offline("sft", *model, "data.bad_rows=refuse")
     # Where no row is left, the refusal says why.
     own_rows(made, said("user", "user", "assistant"))

@@ -206,27 +206,27 @@ def test_an_answer_of_weight_0_is_context(weight: Any) -> None:
     assert traces[2].text == "It is 22."
 
 
-def test_a_conversation_without_an_answer_to_learn_from_is_left_out() -> None:
+def test_a_last_answer_of_weight_0_leaves_the_problem_without_a_response() -> None:
     tok = tokenizer("chatml")
     asked, answer = said("user", "1+1?"), said("assistant", "2")
     shared = {"from": "gpt", "value": "2", "weight": 0}
     rows = [
         {"messages": [asked, answer]},
-        {"messages": [asked, {**answer, "weight": 0}]},
+        {"messages": [asked, {**answer, "weight": 0}], "gold": "2"},
         {"messages": [asked, {**answer, "weight": 0.5}]},
-        {"messages": [asked, answer, asked, {**answer, "weight": 0}]},
-        {"conversations": [{"from": "human", "value": "1+1?"}, shared]},
+        {"messages": [asked, answer, asked, {**answer, "weight": 0}], "gold": "2"},
     ]
-    no_weight = "messages is the weight of an answer"
-    problems, _, counts = read(tok, *rows[:4])
-    assert [problem.problem_id for problem in problems] == ["a/0"]
-    assert counts.bad_rows.counts == {"messages ends with an answer of weight 0": 2, no_weight: 1}
-    problems, _, counts = read(tok, *rows[:4], turns="all")
-    assert [problem.problem_id for problem in problems] == ["a/0", "a/3"]
-    assert counts.bad_rows.counts == {"messages has only answers of weight 0": 1, no_weight: 1}
-    for turns in ("last", "all"):
-        with pytest.raises(DataError, match="of weight 0"):
-            read(tok, rows[4], turns=turns)
+    problems, traces, counts = read(tok, *rows)
+    assert [problem.prompt_text.count("1+1?") for problem in problems] == [1, 1, 1, 2]
+    assert not any("weight" in str(problem.extra) for problem in problems)
+    assert [trace.problem_id for trace in traces] == ["a/0", "a/2"]
+    assert not counts.bad_rows.counts
+    sharegpt = {"conversations": [{"from": "human", "value": "1+1?"}, shared], "gold": "2"}
+    problems, traces, _ = read(tok, sharegpt)
+    assert (len(problems), traces) == (1, [])
+    problems, _, counts = read(tok, *rows, turns="all")
+    assert [problem.problem_id for problem in problems] == ["a/0", "a/2", "a/3"]
+    assert counts.bad_rows.counts == {"messages has only answers of weight 0": 1}
 
 
 def test_the_end_token_follows_once_where_the_template_ends_turns_with_another_one() -> None:
@@ -349,7 +349,16 @@ def test_tools_that_no_prompt_shows_are_told_of() -> None:
     rows = [{"messages": CHAT[:3], "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [], "")]
     problems, _, counts = read(tok, *rows)
     assert not any("multiply" in problem.prompt_text for problem in problems)
-    assert "2 rows' tools (only turns=all shows them in the prompt)" in str(counts)
+    assert "2 rows' tools (the prompt doesn't show them)" in str(counts)
+    # Whether a row has a response or not, whatever its form, and none beyond the limit.
+    asked = [{"messages": CHAT[:2], "tools": TOOLS, "gold": "22"}] * 2
+    for turns in ("last", "all"):
+        _, traces, counts = read(tok, *asked, turns=turns)
+        assert (traces, counts.unused_tools) == ([], 2)
+    _, _, counts = read(tok, *asked, limit=1)
+    assert counts.unused_tools == 1
+    _, _, counts = read(tok, {"prompt": "1*22=?", "gold": "22", "tools": json.dumps(TOOLS)})
+    assert counts.unused_tools == 1
     problems, _, counts = read(tok, *rows[:2], turns="all")
     assert all("multiply" in problem.prompt_text for problem in problems)
     assert "tools" not in str(counts)

@@ -227,22 +227,27 @@ SHARED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
         {"messages": [said("user", "2+2?"), said("assistant", "4")]},
         {"instruction": "2+2?", "input": "", "output": "4"},
         {"prompt": [said("user", "2+2?")], "completion": "4", "label": True},
+        {"prompt": "2+2?"},
+        {"prompt": "2+2?", "gold": "4"},
+        {"problem": "2+2?", "answer": "4"},
     ],
 )
 def test_a_system_prompt_may_stand_in_a_column(row: dict[str, Any], tmp_path: Path):
     """As in Bespoke-Stratos, OpenThoughts and LLaMA-Factory's forms."""
-    rows = [{"system": system, **row} for system in ("Be short.", " ", None)]
+    blank = (" ", None, False, 0, [], {})
+    rows = [{"system": system, **row} for system in ("Be short.", *blank)]
     path = write_lines(tmp_path / "a.jsonl", rows)
     user = Message(role="user", content="2+2?")
     whole = "messages" in row or "conversations" in row
     for all_answers in {False, whole}:
         found = [one.content for one in read_rows(path, whole=all_answers)]
-        assert [content.prompt for content in found] == [(BE_SHORT, user), (user,), (user,)]
-        assert [(content.target, content.extra) for content in found] == [("4", {})] * 3
+        assert [content.prompt for content in found] == [(BE_SHORT, user), *[(user,)] * len(blank)]
+        assert [content.extra for content in found] == [{}] * len(rows)
     left_out = LeftOut()
     write_lines(path, [{**row, "system": 7}])
     assert list(read_rows(path, left_out=left_out)) == []
     assert left_out.counts == {"system isn't text": 1}
+    assert "or give the column another name" in left_out.first["system isn't text"]
 
 
 @pytest.mark.parametrize(
@@ -259,11 +264,19 @@ def test_a_system_message_counts_before_the_column(row: dict[str, Any], tmp_path
 
 def test_earlier_turns_may_stand_in_a_column(tmp_path: Path):
     """LLaMA-Factory's ``history``."""
-    row = {"instruction": "Add 1.", "input": "", "output": "5", "system": "Be short."}
-    rows = [{**row, "history": turns} for turns in ([["2+2?", "4"]], [], None, "")]
+    texts = ('[["2+2?", "4"]]', "[]", "{}", "", " ")
+    row: dict[str, Any] = {
+        "instruction": "Add 1.",
+        "input": "",
+        "output": "5",
+        "system": "Be short.",
+    }
+    rows = [{**row, "history": turns} for turns in ([["2+2?", "4"]], [], None)]
     for path in (
         write_lines(tmp_path / "a.jsonl", rows),
-        write_parquet(tmp_path / "a.parquet", rows[:3]),
+        write_parquet(tmp_path / "a.parquet", rows),
+        # As CSV has them.
+        write_lines(tmp_path / "b.jsonl", [{**row, "history": h} for h in texts]),
     ):
         first, *others = (one.content for one in all_of(path))
         said_before = [(m.role, m.content) for m in first.prompt]
@@ -274,19 +287,44 @@ def test_earlier_turns_may_stand_in_a_column(tmp_path: Path):
             ("user", "Add 1."),
         ]
         assert (first.target, first.extra) == ("5", {})
-        assert {len(content.prompt) for content in others} == {2}
-    bad = [
-        {**row, "history": "the war"},
-        {**row, "history": [["2+2?"]]},
-        {"prompt": [said("user", "q")], "response": "r", "history": [["2+2?", "4"]]},
-    ]
-    left_out = LeftOut()
-    path = write_lines(tmp_path / "b.jsonl", bad)
-    assert list(read_rows(path, "prompt_response", left_out)) == []
-    assert left_out.counts == {
-        "history isn't a list of earlier turns": 2,
-        "history stands beside a prompt of messages": 1,
+        assert [(len(one.prompt), one.extra) for one in others] == [(2, {})] * len(others)
+
+
+def test_a_pair_may_have_earlier_turns(tmp_path: Path):
+    row = {"chosen": "5", "rejected": "6", "history": [["2+2?", "4"]]}
+    both = {
+        side: [said("user", "q"), said("assistant", row[side])] for side in ("chosen", "rejected")
     }
+    rows = [
+        {**row, "instruction": "Add 1.", "input": "", "system": "Be short."},
+        {**row, "prompt": [said("user", "q")]},
+        {**row, **both},
+    ]
+    texts = []
+    for number, one in enumerate(rows):
+        (found,) = all_of(write_lines(tmp_path / f"{number}.jsonl", [one]))
+        texts.append([message.content for message in found.content.prompt])
+        assert found.content.extra == ({"history": row["history"]} if number else {})
+    assert texts == [["Be short.", "2+2?", "4", "Add 1."], ["q"], ["q"]]
+    # With a response beside them they are pairs still.
+    assert (
+        form_of(tmp_path, {**row, "prompt": "", "response": "", "system": ""}).name == "preference"
+    )
+
+
+@pytest.mark.parametrize("history", ["the war", "[1]", [["2+2?"]], [["2+2?", ""]], {"a": 1}, 7])
+def test_a_history_of_something_else_is_a_column_like_others(history: Any, tmp_path: Path):
+    row = {"prompt": "q", "response": "r", "history": history}
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert [message.content for message in found.content.prompt] == ["q"]
+    assert found.content.extra == {"history": history}
+
+
+def test_a_prompt_of_messages_has_its_earlier_turns_already(tmp_path: Path):
+    row = {"prompt": [said("user", "q")], "response": "r", "history": [["2+2?", "4"]]}
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert [message.content for message in found.content.prompt] == ["q"]
+    assert found.content.extra == {"history": [["2+2?", "4"]]}
 
 
 @pytest.mark.parametrize("column", ["input", "context"])
