@@ -30,7 +30,8 @@ from .archived import of_archive
 from .counts import SourceCounts
 from .pack import NAME as PACKED
 from .pack import packed
-from .rows import SourceReader, needs_traces, trains_on_traces
+from .rows import SourceReader
+from .traces import needs_traces, trains_on_traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -20,64 +20,33 @@ from numpy.typing import NDArray
 
 from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
-from ...common.config.groups import has_groups, replays_own
 from ...common.errors import DataError
-from ...common.records import ExpertTrace, Float32Array, Problem, Verdict
+from ...common.records import ExpertTrace, Problem
 from ...replay.forms import Content, DataRow, RowError, read_rows
-from ...replay.forms.conversation import unread_label, unused_tools
+from ...replay.forms.conversation import unused_tools
 from ...reward.answers.texts import read_gold
-from ...reward.grading import Grade, Grader
+from ...reward.grading import Grader
 from . import turns
-from .accepting import accepted, item_of
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
 from .chunk import Chunk, first_of
 from .columns import broken, check_template, extra_of, task_of, with_tests
 from .counts import SourceCounts, drawn
+from .drafts import Draft, leave_out
 from .repeats import joined
+from .traces import TraceReader, needs_traces, trains_on_traces
 
-OPENER = "<think>"
-"""What the rendered prompt may end with; a trace that repeats it loses it."""
 CHUNK_ROWS = 1024
 SHOWN_TASK = 400
 """Characters of a task that stand for its prompt where people read one."""
-
-
-def trains_on_traces(config: Config) -> bool:
-    """Whether a run trains on stored responses alone."""
-    return not has_groups(config)
-
-
-def needs_traces(config: Config) -> bool:
-    """Whether the data's expert traces are used at all; if not, they needn't be graded."""
-    return (config.expert.per_group > 0 and not replays_own(config)) or trains_on_traces(config)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Draft:
-    """A row on its way to a problem."""
-
-    row: DataRow
-    text: str
-    gold: str
-    judged: bool
-    """Whether the data's own verdict counts."""
-    task: Mapping[str, Any] | None = None
-    """What its environment is given; None without one."""
-    tokens: NDArray[np.int32] | None = None
-    problem: Problem | None = None
-    answers: tuple[turns.Answer, ...] = ()
-    """All answers of its conversation, if they are learned from."""
-    trace: ExpertTrace | None = None
-    rejected: ExpertTrace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rendered:
     """A chunk's rows on their way to tokens."""
 
-    short: list[_Draft]
+    short: list[Draft]
     """Rows with prompts."""
-    shown: list[_Draft]
+    shown: list[Draft]
     """Rows whose environment shows them."""
     encoded: Future[list[NDArray[np.int32]]]
     """The tokens of the prompts."""
@@ -118,6 +87,9 @@ class SourceReader:
         self._plays = plays
         self._messages = messages
         self._digest = prompts.tokenizer_digest(tokenizer)
+        self._traces = TraceReader(
+            *(config, tokenizer, grader), digest=self._digest, longest=self._longest, grades=grades
+        )
 
     def read(
         self, source: SourceConfig | EvalSetConfig, file: Path
@@ -243,7 +215,7 @@ class SourceReader:
     def _chunk(
         self,
         name: str,
-        drafts: list[_Draft],
+        drafts: list[Draft],
         source: SourceConfig | EvalSetConfig,
         counts: SourceCounts,
     ) -> Chunk:
@@ -267,7 +239,7 @@ class SourceReader:
                 ),
             )
         if isinstance(source, SourceConfig):
-            drafts = self._with_traces(drafts, source, counts)
+            drafts = self._traces.add(drafts, source, counts)
         problems, traces = [], []
         for draft in drafts:
             assert draft.problem is not None
@@ -285,7 +257,7 @@ class SourceReader:
 
     # Gold answers.
 
-    def _golds(self, rows: Sequence[DataRow], counts: SourceCounts) -> list[_Draft]:
+    def _golds(self, rows: Sequence[DataRow], counts: SourceCounts) -> list[Draft]:
         """The rows whose gold answers can be used, with them."""
         drafts = []
         for row in rows:
@@ -294,9 +266,7 @@ class SourceReader:
             if gold and gold == content.target:
                 # The solution holds it.
                 gold = read_gold(gold).text
-            drafts.append(
-                _Draft(row=row, text="", gold=gold, judged=self._is_judged(content, gold))
-            )
+            drafts.append(Draft(row=row, text="", gold=gold, judged=self._is_judged(content, gold)))
         if not self._grader.needs_verdict:
             return drafts  # No component compares with the gold answer.
         judged = [draft for draft in drafts if not self._grader.has_tests(draft.row.content.extra)]
@@ -310,10 +280,10 @@ class SourceReader:
             if has_tests or draft.judged or not (draft.gold or self._grades):
                 kept.append(draft)
             elif not draft.gold:
-                self._leave_out(draft, counts, "no gold answer", "it has no gold answer")
+                leave_out(self._config, draft, counts, "no gold answer", "it has no gold answer")
             elif draft.gold in bad:
                 what = f"the gold answer {draft.gold[:60]!r} can't be parsed"
-                self._leave_out(draft, counts, "gold answers unreadable", what)
+                leave_out(self._config, draft, counts, "gold answers unreadable", what)
             else:
                 kept.append(draft)
         return kept
@@ -325,34 +295,21 @@ class SourceReader:
             return False
         return content.rejected is not None or content.label is not None or not gold
 
-    def _leave_out(
-        self,
-        draft: _Draft,
-        counts: SourceCounts,
-        reason: str,
-        what: str | DataError,
-    ) -> None:
-        if self._config.data.bad_rows == "refuse":
-            # An error ends in a way out already.
-            way_out = "" if isinstance(what, DataError) else ": correct it"
-            raise DataError(f"{draft.row.place}: {what}{way_out}, or set data.bad_rows=leave_out")
-        counts.bad_rows.add(reason, f"{draft.row.place}: {what}")
-
     # Prompts.
 
     def _render(
-        self, drafts: Sequence[_Draft], counts: SourceCounts, encoder: Executor
+        self, drafts: Sequence[Draft], counts: SourceCounts, encoder: Executor
     ) -> _Rendered:
         """The rows whose prompts aren't surely too long, rendered and about to be encoded."""
         data = self._config.data
-        short: list[_Draft] = []
-        shown: list[_Draft] = []
+        short: list[Draft] = []
+        shown: list[Draft] = []
         for draft in drafts:
             try:
                 if self._plays:
                     draft.task = task_of(draft.row, self._config.environments, data)
             except RowError as error:
-                self._leave_out(draft, counts, error.reason, error)
+                leave_out(self._config, draft, counts, error.reason, error)
                 continue
             # Ten million characters would take a tokenizer many seconds.
             size = sum(len(message.content) for message in draft.row.content.prompt)
@@ -371,14 +328,14 @@ class SourceReader:
         encoded = encoder.submit(prompts.encode_prompts, self._tokenizer, texts, data)
         return _Rendered(short=short, shown=shown, encoded=encoded)
 
-    def _prompts(self, rendered: _Rendered, counts: SourceCounts) -> list[_Draft]:
+    def _prompts(self, rendered: _Rendered, counts: SourceCounts) -> list[Draft]:
         """The rows whose prompts aren't too long, encoded."""
         data = self._config.data
         kept = []
         for draft, tokens in zip(rendered.short, rendered.encoded.result(), strict=True):
             if len(tokens) == 0:
                 what = f"the prompt has no tokens after rendering: {draft.text[:80]!r}"
-                self._leave_out(draft, counts, "prompts without a token", what)
+                leave_out(self._config, draft, counts, "prompts without a token", what)
                 continue
             draft.tokens = tokens
             if len(tokens) > data.max_prompt_tokens:
@@ -387,7 +344,7 @@ class SourceReader:
                 kept.append(draft)
         return sorted(rendered.shown + kept, key=lambda draft: draft.row.number)
 
-    def _with_texts(self, drafts: list[_Draft], counts: SourceCounts) -> list[_Draft]:
+    def _with_texts(self, drafts: list[Draft], counts: SourceCounts) -> list[Draft]:
         """Renders prompts; leaves out the rows that the template refuses."""
         asked = [
             [{"role": m.role, "content": m.content} for m in draft.row.content.prompt]
@@ -413,16 +370,16 @@ class SourceReader:
                 if isinstance(error, DataError):
                     template = f"data.template={self._config.data.template}"
                     reason = f"prompts with more messages than {template} holds (own holds them)"
-                    self._leave_out(draft, counts, reason, error)
+                    leave_out(self._config, draft, counts, reason, error)
                     continue
                 said = " ".join(str(error).split())[:200]
                 what = f"the model's chat template refused the prompt: {said}"
-                self._leave_out(draft, counts, "prompts that the template refuses", what)
+                leave_out(self._config, draft, counts, "prompts that the template refuses", what)
             else:
                 kept.append(draft)
         return kept
 
-    def _long_prompt(self, draft: _Draft, length: str, counts: SourceCounts) -> None:
+    def _long_prompt(self, draft: Draft, length: str, counts: SourceCounts) -> None:
         data = self._config.data
         if data.overlong == "refuse":
             raise DataError(
@@ -430,218 +387,3 @@ class SourceReader:
                 f"{data.max_prompt_tokens:,}: raise it, or set data.overlong=drop"
             )
         counts.long_prompts += 1
-
-    # Traces.
-
-    def _with_traces(
-        self, drafts: list[_Draft], source: SourceConfig, counts: SourceCounts
-    ) -> list[_Draft]:
-        """Adds accepted traces; leaves out the rows that the source's filters name."""
-        filters = source.correct_only or source.max_target_tokens is not None
-        if not (needs_traces(self._config) or filters or not self._grades):
-            return drafts
-        if source.turns == "all":
-            drafts = [draft for draft in drafts if self._told_apart(draft, counts)]
-        rejects = self._config.learner.objective.rejects
-        if rejects:
-            drafts = [draft for draft in drafts if self._label_is_read(draft, counts)]
-        answered = []
-        for draft in drafts:
-            wanted = draft.row.content.label is not False or (rejects and draft.judged)
-            if draft.row.content.target is not None and wanted:
-                answered.append(draft)
-        lengths = self._encode_traces(answered, counts)
-        if source.max_target_tokens is not None:
-            most = source.max_target_tokens
-            long = {id(d) for d, length in zip(answered, lengths, strict=True) if length > most}
-            counts.filter(f"targets over {most:,} tokens", len(long))
-            drafts = [draft for draft in drafts if id(draft) not in long]
-        self._judge([d for d in drafts if d.judged and d.trace is not None], counts)
-        with_trace = [d for d in drafts if d.trace is not None and not d.judged]
-        if not (self._grades or source.correct_only):
-            return drafts
-        grades = self._grade(with_trace)
-        if source.correct_only:
-            verdicts = {id(d): g.verdict for d, g in zip(with_trace, grades, strict=True)}
-            right = {
-                id(draft)
-                for draft in drafts
-                if draft.trace is not None
-                and verdicts.get(id(draft), draft.trace.verdict) is Verdict.CORRECT
-            }
-            counts.filter("targets not correct", len(drafts) - len(right))
-            drafts = [draft for draft in drafts if id(draft) in right]
-        if not self._grades:
-            return drafts
-        for draft, grade in zip(with_trace, grades, strict=True):
-            assert draft.trace is not None
-            draft.trace = accepted(
-                draft.trace, grade, self._grader.name, self._config.expert.accept, counts
-            )
-        if not needs_traces(self._config):
-            for draft in drafts:
-                draft.trace = None
-        return drafts
-
-    def _encode_traces(self, drafts: Sequence[_Draft], counts: SourceCounts) -> list[int]:
-        """Gives the drafts their traces, ungraded, unless they are too long; returns their lengths in tokens
-        (in characters if they are surely too long)."""
-        limit = self._config.rollout.max_new_tokens
-        texts = [
-            draft.row.content.target or ""
-            if draft.answers
-            else self._continued(draft, draft.row.content.target or "")
-            for draft in drafts
-        ]
-        sizes = [
-            turns.size(draft.answers) if draft.answers else len(text)
-            for draft, text in zip(drafts, texts, strict=True)
-        ]
-        surely = [size > limit * self._longest for size in sizes]
-        each = list(zip(drafts, texts, sizes, surely, strict=True))
-        alone = ["" if long or draft.answers else text for draft, text, _, long in each]
-        encoded = prompts.encode_responses(self._tokenizer, alone)
-        whole = turns.encode(
-            self._tokenizer,
-            [draft.answers for draft, _, _, long in each if not long and draft.answers],
-        )
-        lengths = []
-        for (draft, text, size, long), tokens in zip(each, encoded, strict=True):
-            source = None
-            if draft.answers and not long:
-                tokens, source = next(whole)
-            lengths.append(size if long else len(tokens))
-            if long or len(tokens) > limit:
-                if self._config.data.overlong == "refuse":
-                    length = f"{size:,} characters" if long else f"{len(tokens):,} tokens"
-                    raise DataError(
-                        f"{draft.row.place}: the trace has {length} and rollout.max_new_tokens is "
-                        f"{limit:,}: raise it, or set data.overlong=drop"
-                    )
-                counts.long_traces += 1
-                continue
-            draft.trace = replace(self._trace(draft, text, tokens), source=source)
-            content = draft.row.content
-            earlier = any(message.role == "assistant" for message in content.prompt)
-            # Of a pair both responses go on from the same answers.
-            counts.earlier_answers += earlier and content.rejected is None
-        self._add_logprobs(drafts, counts)
-        return lengths
-
-    def _add_logprobs(self, drafts: Sequence[_Draft], counts: SourceCounts) -> None:
-        """Gives traces the log-probs that the data have of their tokens."""
-        more: list[tuple[_Draft, Float32Array]] = []
-        for draft in drafts:
-            logprobs = draft.row.content.target_logprobs
-            if logprobs is None or draft.trace is None:
-                continue
-            if len(logprobs) == len(draft.trace.tokens):
-                draft.trace = _with_logprobs(draft.trace, logprobs)
-            else:
-                more.append((draft, logprobs))
-        # The data have them of the whole response, and a trace may lack its opener.
-        whole = [draft.row.content.target or "" for draft, _ in more]
-        encoded = prompts.encode_responses(self._tokenizer, whole)
-        for (draft, logprobs), tokens in zip(more, encoded, strict=True):
-            assert draft.trace is not None
-            length = len(draft.trace.tokens)
-            same_end = np.array_equal(tokens[-length:], draft.trace.tokens)
-            if len(logprobs) == len(tokens) and same_end:
-                draft.trace = _with_logprobs(draft.trace, logprobs[-length:])
-            else:
-                counts.unfit_logprobs += 1
-
-    def _told_apart(self, draft: _Draft, counts: SourceCounts) -> bool:
-        """Tells the answers of a draft's conversation apart; False if the row has to be left out."""
-        content = draft.row.content
-        said = sum(len(one["content"]) for one in content.turns)
-        if said > self._config.rollout.max_new_tokens * self._longest:
-            # To render it again and again would take long, and it is left out anyhow.
-            draft.answers = (
-                turns.Answer(said="".join(one["content"] for one in content.turns), after=""),
-            )
-        elif content.turns:
-            try:
-                draft.answers = turns.answers(self._tokenizer, content, self._config)
-            except RowError as error:
-                self._leave_out(draft, counts, error.reason, error)
-                return False
-        return True
-
-    def _label_is_read(self, draft: _Draft, counts: SourceCounts) -> bool:
-        """False if the row has to be left out: its label would decide what is learned from it, and can't be read."""
-        error = unread_label(draft.row.raw, draft.row.content) if draft.judged else None
-        if error is None:
-            return True
-        self._leave_out(draft, counts, error.reason, error)
-        return False
-
-    def _judge(self, drafts: Sequence[_Draft], counts: SourceCounts) -> None:
-        """Gives traces the data's own verdicts, and pairs their worse responses."""
-        if self._config.learner.objective.rejects:
-            self._encode_rejected(drafts, counts)
-        for draft in drafts:
-            if draft.trace is not None:
-                draft.trace = _as_judged(draft.trace, draft.row.content.label is not False)
-                counts.ungraded_traces += 1
-
-    def _encode_rejected(self, drafts: Sequence[_Draft], counts: SourceCounts) -> None:
-        """A pair of which one response is too long is left out."""
-        paired = [draft for draft in drafts if draft.row.content.rejected is not None]
-        limit = self._config.rollout.max_new_tokens
-        texts = [self._continued(draft, draft.row.content.rejected or "") for draft in paired]
-        short = [text if len(text) <= limit * self._longest else "" for text in texts]
-        encoded = prompts.encode_responses(self._tokenizer, short)
-        for draft, text, tokens in zip(paired, texts, encoded, strict=True):
-            if len(text) > limit * self._longest or len(tokens) > limit:
-                counts.long_traces += 1
-                draft.trace = None
-                continue
-            trace = self._trace(draft, text, tokens)
-            draft.rejected = _as_judged(replace(trace, trace_id=f"{trace.problem_id}#1"), False)
-            counts.ungraded_traces += 1
-
-    @staticmethod
-    def _continued(draft: _Draft, text: str) -> str:
-        """A response without the opener that the prompt ends with already, and the space that the prompt has behind it."""
-        opened, said = draft.text.rstrip(), text.lstrip()
-        if not (opened.endswith(OPENER) and said.startswith(OPENER)):
-            return text
-        space, rest = draft.text[len(opened) :], said.removeprefix(OPENER)
-        if rest.startswith(space):
-            return rest.removeprefix(space)
-        # The prompt has other space in the place of the response's.
-        return rest.lstrip()
-
-    def _trace(self, draft: _Draft, text: str, tokens: NDArray[np.int32]) -> ExpertTrace:
-        assert draft.problem is not None
-        return ExpertTrace(
-            trace_id=f"{draft.problem.problem_id}#0",
-            problem_id=draft.problem.problem_id,
-            tokens=tokens,
-            logprobs=None,
-            text=text,
-            tokenizer_digest=self._digest,
-            reward=None,
-            verdict=Verdict.UNPARSABLE,
-            components={},
-            grader=None,
-        )
-
-    def _grade(self, drafts: Sequence[_Draft]) -> list[Grade]:
-        items = []
-        for draft in drafts:
-            assert draft.problem is not None
-            assert draft.trace is not None
-            items.append(item_of(draft.trace, draft.problem))
-        return self._grader.grade_texts(items)
-
-
-def _with_logprobs(trace: ExpertTrace, logprobs: Float32Array) -> ExpertTrace:
-    return replace(trace, logprobs=np.asarray(logprobs, np.float32))
-
-
-def _as_judged(trace: ExpertTrace, wanted: bool) -> ExpertTrace:
-    """A trace with the data's own verdict, which no grader has seen."""
-    verdict = Verdict.CORRECT if wanted else Verdict.WRONG
-    return replace(trace, reward=1.0 if wanted else -1.0, verdict=verdict)
