@@ -312,7 +312,9 @@ def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
         del settings["form"]
         root = Path(spec.root or ".").absolute()
         found = shutil.which(next(iter(shlex.split(spec.command)), ""))
-        program = [] if found is None else [Path(found), Path(found).with_name("python")]
+        # Not resolved: the Python of a virtual environment is a link, and its neighbours aren't those of its target.
+        path = None if found is None else Path(found).absolute()
+        program = [] if path is None else [path, path.with_name("python")]
         return {
             "form": "text",
             "target": APPWORLD,

@@ -210,6 +210,31 @@ def test_the_prompt_names_no_call_that_it_doesnt_explain() -> None:
     }
 
 
+def started(spec: AppWorldEnvironment) -> None:
+    """Loads an environment as an environment server does at its start."""
+    bounds = Bounds(reset_seconds=30, step_seconds=30, episode_seconds=30, memory_mb=2048)
+
+    async def body() -> None:
+        loaded = hosted(spec)
+        assert loaded is not None
+        hosts = Hosts({"appworld": loaded}, bounds, 1)
+        try:
+            await hosts.check("appworld")
+        finally:
+            await hosts.close()
+
+    asyncio.run(body())
+
+
+def test_a_program_may_be_named_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    started(AppWorldEnvironment(command=f"venv/bin/python {STANDIN} {{port}}", root=str(tmp_path)))
+
+
 @pytest.mark.parametrize("root", ["nowhere", "a_file"])
 def test_a_root_without_a_place_for_outputs_is_refused_at_the_start(
     tmp_path: Path, root: str
