@@ -311,17 +311,22 @@ def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
     if isinstance(spec, AppWorldEnvironment):
         del settings["form"]
         root = Path(spec.root or ".").absolute()
+        # Its processes have working folders of their own.
+        settings["root"] = str(root)
         found = shutil.which(next(iter(shlex.split(spec.command)), ""))
         # Not resolved: the Python of a virtual environment is a link, and its neighbours aren't those of its target.
         path = None if found is None else Path(found).absolute()
         program = [] if path is None else [path, path.with_name("python")]
-        return {
+        loaded = {
             "form": "text",
             "target": APPWORLD,
             "params": settings,
             "reads": [str(root), *(str(p) for p in (root / "data", *program) if p.exists())],
-            "outputs": str(root / "experiments/outputs"),
         }
+        # A command may say itself where AppWorld's root is, and then AppWorld writes nothing in the working directory.
+        if spec.root is not None or (root / "data/tasks").exists():
+            loaded["outputs"] = str(root / "experiments/outputs")
+        return loaded
     return settings
 
 

@@ -235,6 +235,40 @@ def test_a_program_may_be_named_from_the_working_directory(
     started(AppWorldEnvironment(command=f"venv/bin/python {STANDIN} {{port}}", root=str(tmp_path)))
 
 
+@pytest.mark.parametrize("root", [None, ".", "world"])
+def test_the_root_is_told_from_where_the_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str | None
+) -> None:
+    (tmp_path / "world").mkdir()
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path)
+    loaded = hosted(AppWorldEnvironment(command=COMMAND, root=root))
+    assert loaded is not None
+    # As a process does before it loads its environment.
+    monkeypatch.chdir(tmp_path / "own")
+    one = AppWorld(**loaded["params"], outputs="of_one")
+    try:
+        one.reset({"task_id": "sum_1"})
+    finally:
+        one.close()
+    assert (tmp_path / (root or ".") / "experiments/outputs/of_one/tasks/sum_1").is_dir()
+    assert loaded["reads"][0] == str(tmp_path / (root or "."))
+
+
+def test_nothing_is_written_into_a_working_directory_that_isnt_appworlds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command says itself where AppWorld's root is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    spec = AppWorldEnvironment(command=f"env APPWORLD_ROOT=/elsewhere {COMMAND}")
+    started(spec)
+    assert [one.name for one in tmp_path.iterdir()] == ["data"]
+    (tmp_path / "data/tasks").mkdir()
+    started(spec)
+    assert (tmp_path / "experiments/outputs").is_dir()
+
+
 @pytest.mark.parametrize("root", ["nowhere", "a_file"])
 def test_a_root_without_a_place_for_outputs_is_refused_at_the_start(
     tmp_path: Path, root: str
