@@ -54,12 +54,12 @@ def confine(order: Order, parent: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.chdir(order.folder)
     no_new_privileges()
-    for path in order.reads:
-        os.stat(path)
     public = _is_public(order.target) and all(map(readable_by_others, order.reads))
     own = [order.folder]
     if order.outputs is not None:
-        _make(order.outputs)
+        os.makedirs(order.outputs)
+        # Whatever the umask: its user must be seen to get there.
+        os.chmod(order.outputs, 0o755)
         own.append(order.outputs)
         public = public and readable_by_others(order.outputs)
     user = order.user
@@ -71,17 +71,6 @@ def confine(order: Order, parent: int) -> None:
     adopt_orphans()
     # Last, since a change of user clears it.
     die_with(parent)
-
-
-def _make(outputs: str) -> None:
-    try:
-        os.makedirs(outputs)
-        # Whatever the umask: its user must be seen to get there.
-        os.chmod(outputs, 0o755)
-    except OSError as error:
-        raise PermissionError(
-            f"{outputs} can't be made ({error.strerror}): let the user who starts Tandem write there"
-        ) from None
 
 
 def _is_public(target: str) -> bool:

@@ -51,7 +51,7 @@ class Order(_Message, frozen=True):
     folder: str
     """Working folder of the process, which no other process has."""
     reads: list[str] = []
-    """Files and folders that must be there, and that the user must be able to read besides the environment's module."""
+    """Files and folders that the user must be able to read besides the environment's module."""
     outputs: str | None = None
     """Folder that is made for the process, outside its own, and removed with it."""
 

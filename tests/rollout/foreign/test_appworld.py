@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +18,8 @@ import psutil
 import pytest
 
 from tandem.common.config.environments import AppWorldEnvironment
+from tandem.common.confinement import can_drop_user
+from tandem.common.errors import ConfigError
 from tandem.launch.run.opened.presets import load
 from tandem.rollout.environments import appworld
 from tandem.rollout.environments.appworld import (
@@ -26,8 +31,8 @@ from tandem.rollout.environments.appworld import (
     share_passed,
 )
 from tandem.rollout.environments.hosts import Hosts
-from tandem.rollout.environments.process import Bounds, NotStarted
-from tandem.rollout.environments.server import hosted
+from tandem.rollout.environments.process import Bounds
+from tandem.rollout.environments.server import check_folders, hosted
 
 STANDIN = Path(__file__).resolve().parent / "appworld_standin.py"
 COMMAND = f"{sys.executable} {STANDIN} {{port}}"
@@ -269,23 +274,58 @@ def test_nothing_is_written_into_a_working_directory_that_isnt_appworlds(
     assert (tmp_path / "experiments/outputs").is_dir()
 
 
-@pytest.mark.parametrize("root", ["nowhere", "a_file"])
+@pytest.mark.parametrize(
+    ("root", "why"),
+    [
+        ("nowhere", "nowhere can't be found (No such file or directory): set it to the folder"),
+        ("a_file", "no folder can be made in {}/a_file/experiments/outputs (Not a directory)"),
+        ("/proc", "made in /proc/experiments/outputs (No such file or directory)"),
+    ],
+)
 def test_a_root_without_a_place_for_outputs_is_refused_at_the_start(
-    tmp_path: Path, root: str
+    tmp_path: Path, root: str, why: str
 ) -> None:
     (tmp_path / "a_file").touch()
     spec = AppWorldEnvironment(command=COMMAND, root=str(tmp_path / root))
-    bounds = Bounds(reset_seconds=30, step_seconds=30, episode_seconds=30, memory_mb=2048)
+    loaded = hosted(spec)
+    assert loaded is not None
+    with pytest.raises(ConfigError, match=re.escape(why.format(tmp_path))) as refused:
+        check_folders("apps", loaded)
+    assert "environments.use.apps.root" in str(refused.value)
+    assert "PYTHONPATH" not in str(refused.value)
+    assert "let the user" not in str(refused.value)
 
-    async def body() -> None:
-        loaded = hosted(spec)
-        assert loaded is not None
-        hosts = Hosts({"appworld": loaded}, bounds, 1)
-        try:
-            with pytest.raises(NotStarted, match=f"{root}.*") as refused:
-                await hosts.check("appworld")
-            assert refused.value.refused
-        finally:
-            await hosts.close()
 
-    asyncio.run(body())
+AS_ANOTHER = """
+import os, sys
+from tandem.common.config.environments import AppWorldEnvironment
+from tandem.common.confinement import can_drop_user
+from tandem.common.errors import ConfigError
+from tandem.common.confinement import drop_user
+from tandem.common.errors import ConfigError
+from tandem.rollout.environments.server import check_folders, hosted
+drop_user()
+try:
+    check_folders("apps", hosted(AppWorldEnvironment(command="true {port}", root=sys.argv[1])))
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "below", "why"),
+    [
+        (0o700, "world", "can't be found (Permission denied)"),
+        (0o755, "", "(Permission denied): let the user who starts Tandem write there"),
+    ],
+)
+def test_a_root_that_the_user_may_not_use_is_refused(mode: int, below: str, why: str) -> None:
+    if not can_drop_user():
+        pytest.skip("only root's processes become other users")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, mode)
+        (Path(folder) / "world").mkdir()
+        command = [sys.executable, "-c", AS_ANOTHER, str(Path(folder) / below)]
+        ran = subprocess.run(command, capture_output=True, text=True)
+    assert "environments.use.apps.root" in ran.stdout, ran.stderr
+    assert why in ran.stdout
