@@ -76,6 +76,9 @@ class Play(_Message, frozen=True):
 class Ready(_Message, frozen=True):
     """The environment is loaded."""
 
+    why_root: Annotated[str, msgspec.Meta(max_length=5000)] = ""
+    """Why root's process has stayed root; empty if it hasn't, or never was."""
+
 
 class Doing(_Message, frozen=True):
     """The episode has entered a phase."""
