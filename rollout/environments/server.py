@@ -34,6 +34,7 @@ from ...common.config.environments import (
     AnyEnvironment,
     AppWorldEnvironment,
     VerifiersEnvironment,
+    file_name,
 )
 from ...common.confinement import adopt_orphans, hide_memory
 from ...common.errors import ConfigError, TandemError, WireError
@@ -289,19 +290,10 @@ def worlds_of(config: Config, hosts: Hosts, logs: Path) -> dict[str, World]:
     worlds: dict[str, World] = {}
     for name, spec in config.environments.use.items():
         if isinstance(spec, VerifiersEnvironment):
-            worlds[name] = VerifiersWorld(name, spec, hosts.family, logs / log_name(name))
+            worlds[name] = VerifiersWorld(name, spec, hosts.family, logs / f"{file_name(name)}.log")
         else:
             worlds[name] = HostWorld(name, hosts)
     return worlds
-
-
-def log_name(name: str) -> str:
-    """Name of the log of an environment, whose own name may have slashes, as those of verifiers' hub have.
-
-    >>> log_name("primeintellect/wordle")
-    'primeintellect-wordle.log'
-    """
-    return f"{name.replace('/', '-')}.log"
 
 
 def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
