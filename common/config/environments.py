@@ -21,9 +21,19 @@ Target = Annotated[str, AfterValidator(_target)]
 
 
 MOST_NAME_BYTES = 200
-"""Longest name of an environment, in UTF-8."""
+"""Longest name of an environment, in UTF-8; a slash or a percent sign counts as three (:func:`file_name`)."""
 RENDERERS = "renderers:"
 """Begins the name of a family of the package renderers."""
+
+
+def file_name(name: str) -> str:
+    """An environment's name as that of a file, which no other environment's is: its own may have slashes, as those of
+    verifiers' hub have.
+
+    >>> file_name("primeintellect/wordle")
+    'primeintellect%2Fwordle'
+    """
+    return name.replace("%", "%25").replace("/", "%2F")
 
 
 def _tools(name: str) -> str:
@@ -191,10 +201,11 @@ class EnvironmentsConfig(Section):
     def _names(self) -> EnvironmentsConfig:
         for name in self.use:
             # Names of files are made of them, which have at most 255 bytes.
-            if not name or len(name.encode()) > MOST_NAME_BYTES:
+            length = len(file_name(name).encode())
+            if not 0 < length <= MOST_NAME_BYTES:
                 raise ValueError(
-                    f"environments.use has an environment with the name {name[:40]!r} of {len(name.encode())} bytes: give it "
-                    f"one of 1 to {MOST_NAME_BYTES}"
+                    f"environments.use has an environment with the name {name[:40]!r} of {length} bytes (three for a slash or %): "
+                    f"give it one of 1 to {MOST_NAME_BYTES}"
                 )
         return self
 

@@ -37,8 +37,8 @@ MOST_CLAIMS = 100
 """Ports that are tried until one is no other episode's."""
 MOST_BYTES = 32 << 20
 """Longest answer that is read."""
-CODE_TAG = re.compile(r"<code>((?:(?!<code>).)*?)(?:</code>|\Z)", re.DOTALL)
-"""From the last opening tag before a closing one, since an answer may speak of the tag before it uses it."""
+CODE_TAG = re.compile(r"<code>((?:(?!\n<code>).)*?)(?:</code>|\Z)", re.DOTALL)
+"""An opening tag that begins a line is the code's, since an answer may speak of the tag before it uses it."""
 FENCE = re.compile(r"```[ \t]*(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 THINKING, THOUGHT = "<think>", "</think>"
 
@@ -273,10 +273,11 @@ def opening(
 def code_of(text: str) -> str | None:
     """The code of an answer: the first in ``<code>`` tags, else the first between fences; None without any.
 
-    What was thought before doesn't count, nor does a thought that was cut off.
+    What was thought before doesn't count, nor does what begins in a thought that was cut off.
     """
-    said = text.rpartition(THOUGHT)[2].partition(THINKING)[0]
-    found = CODE_TAG.search(said) or FENCE.search(said)
+    said = text.rpartition(THOUGHT)[2]
+    forms = (form.search(said) for form in (CODE_TAG, FENCE))
+    found = next((one for one in forms if one and THINKING not in said[: one.start()]), None)
     if found is None:
         return None
     code = found[1].strip()

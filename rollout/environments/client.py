@@ -3,8 +3,8 @@
 Everything runs in the worker's asyncio loop. There is a DEALER to each live server; an episode goes to the
 connected server that has its environment and the most free places. A server that closes its connection, or
 isn't in the registry for a while, is lost: what it was playing is played again on another one, in a session of
-its own. After an outage of Redis no server is in the registry until it has beaten once more, so one that is
-connected is kept meanwhile.
+its own. After an outage of Redis no server is in the registry until it has beaten once more, and while Redis takes no
+heartbeats nobody is, so one that is connected is kept meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -56,8 +56,8 @@ LOOK_SECONDS = 0.5
 RELINK_SECONDS = 10.0
 """A registered server that hasn't been connected for this long gets a new socket."""
 MOST_ABSENCES = 20
-"""Looks in a row, none of which failed, after which a connected server that wasn't in the registry is lost: about ten
-seconds."""
+"""Looks in a row, none of which failed, after which a connected server that wasn't in the registry, where others were,
+is lost: about ten seconds."""
 LEAVE_SECONDS = 3.0
 """A server that has handed an episode back because it is leaving gets no other for this long: until its beat and a look into the registry have
 shown whether it is leaving."""
@@ -114,14 +114,20 @@ def address_of(member: Member) -> ServerAddress:
     )
 
 
-def servers_in(members: Members) -> list[ServerAddress]:
-    """The live servers in the registry, without those whose entries can't be read.
+def servers_in(members: Members) -> list[ServerAddress] | None:
+    """The live servers in the registry, without those whose entries can't be read; None if no process at all is in it,
+    as while Redis takes no heartbeats because it can't write.
 
     Raises:
         StoreError: Redis can't be reached.
     """
+    live = members.live()
+    if not live:
+        return None
     found = []
-    for member in members.live(ROLE):
+    for member in live:
+        if member.role != ROLE:
+            continue
         try:
             found.append(address_of(member))
         except WireError as error:
@@ -264,8 +270,8 @@ class EnvironmentClient:
 
     Args:
         member: this worker's member id.
-        servers: returns the live servers in the registry; called in a thread. If it raises a
-            ``StoreError``, it is called again later.
+        servers: returns the live servers in the registry, or None if nobody can be in it; called in a thread. If it
+            raises a ``StoreError``, it is called again later.
         client: the run's client keys; None if the run has none.
         deadline: ``environments.episode_seconds``, the deadline of an episode that is being played.
         retries: how often an episode whose server was lost is played again.
@@ -275,7 +281,7 @@ class EnvironmentClient:
     def __init__(
         self,
         member: str,
-        servers: Callable[[], Iterable[ServerAddress]],
+        servers: Callable[[], Sequence[ServerAddress] | None],
         client: CurveKeys | None,
         *,
         deadline: float,
@@ -445,7 +451,9 @@ class EnvironmentClient:
                 log.warning(f"a look for environment servers failed: {error}")
 
     async def _look(self) -> None:
-        found = await asyncio.to_thread(lambda: list(self._servers()))
+        found = await asyncio.to_thread(self._servers)
+        if found is None:
+            return
         wanted = {address.member: address for address in found}
         now = time.monotonic()
         for member, link in list(self._links.items()):

@@ -39,8 +39,12 @@ MAX_PROCESSES = 256
 EXIT_REFUSED = 4
 
 
-def confine(order: Order, parent: int) -> None:
-    """Limits this process and all that it starts."""
+def confine(order: Order, parent: int) -> str:
+    """Limits this process and all that it starts.
+
+    Returns:
+        Why root's process stays root; empty if it doesn't, or never was.
+    """
     for limit, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
@@ -54,53 +58,49 @@ def confine(order: Order, parent: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.chdir(order.folder)
     no_new_privileges()
-    for path in order.reads:
-        os.stat(path)
-    public = _is_public(order.target) and all(map(readable_by_others, order.reads))
     own = [order.folder]
     if order.outputs is not None:
-        _make(order.outputs)
+        os.makedirs(order.outputs)
+        # Whatever the umask: its user must be seen to get there.
+        os.chmod(order.outputs, 0o755)
         own.append(order.outputs)
-        public = public and readable_by_others(order.outputs)
-    user = order.user
-    if user is not None and public and can_drop_user(user):
-        for folder in own:
-            os.chown(folder, user, user)
-        resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
-        drop_user(user)
+    user, why = order.user, ""
+    if user is not None:
+        why = _why_root([*_files_of(order.target), *order.reads, *own[1:]], user)
+        if not why:
+            for folder in own:
+                os.chown(folder, user, user)
+            resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
+            drop_user(user)
     adopt_orphans()
     # Last, since a change of user clears it.
     die_with(parent)
+    return why
 
 
-def _make(outputs: str) -> None:
-    try:
-        os.makedirs(outputs)
-        # Whatever the umask: its user must be seen to get there.
-        os.chmod(outputs, 0o755)
-    except OSError as error:
-        raise PermissionError(
-            f"{outputs} can't be made ({error.strerror}): let the user who starts Tandem write there"
-        ) from None
+def _why_root(files: list[str], user: int) -> str:
+    """Why root's process can't become that user, who must be able to read those files; empty if it can."""
+    private = next((file for file in files if not readable_by_others(file)), None)
+    if private is not None:
+        # Names of files may be in no encoding, and then can't be sent as they are.
+        return f"not every user may read {os.fsencode(private).decode('utf-8', 'replace')}"
+    return "" if can_drop_user(user) else "it can become no other user here"
 
 
-def _is_public(target: str) -> bool:
-    """Whether any user may read the environment's module, its package, and Python itself; not if there is no such module."""
+def _files_of(target: str) -> list[str]:
+    """Files of Python itself, and of the environment's module and its package if there are any."""
     top = target.partition(":")[0].partition(".")[0]
     files = [os.__file__, __file__, sys.executable]
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         spec = None
-    if spec is None:
-        return False
-    if spec.origin is not None and os.path.exists(spec.origin):
-        files.append(spec.origin)
-    for folder in spec.submodule_search_locations or ():
-        files += [os.path.join(folder, name) for name in os.listdir(folder)][:1000]
-    return all(
-        readable_by_others(file) for file in files if not os.path.basename(file).startswith("__pyc")
-    )
+    if spec is not None:
+        if spec.origin is not None and os.path.exists(spec.origin):
+            files.append(spec.origin)
+        for folder in spec.submodule_search_locations or ():
+            files += [os.path.join(folder, name) for name in os.listdir(folder)][:1000]
+    return [file for file in files if not os.path.basename(file).startswith("__pyc")]
 
 
 def last_line(error: BaseException) -> str:
@@ -122,12 +122,12 @@ def serve(channel: Channel, parent: int) -> int:
     # Before, since it depends on the module's file which user may read it.
     sys.path += [folder for folder in order.path if folder not in sys.path]
     try:
-        confine(order, parent)
+        why_root = confine(order, parent)
         play_one = load(order.form, order.target, order.params)
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
         channel.say(Raised(last_line(error)))
         return EXIT_REFUSED
-    channel.say(Ready())
+    channel.say(Ready(why_root))
 
     def doing(phase: Phase) -> None:
         channel.say(Doing(phase))

@@ -86,7 +86,10 @@ class Hosts:
         Raises:
             NotStarted: its environment can't be loaded.
         """
-        self._idle.append(await self._start(name))
+        host = await self._start(name)
+        self._idle.append(host)
+        if host.why_root:
+            log.warning(f"environment {name} is played as root: {brief(host.why_root)}")
 
     async def play(self, name: str, play: Play) -> Played:
         """Has an episode played in a process of its own.

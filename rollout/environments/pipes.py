@@ -51,7 +51,7 @@ class Order(_Message, frozen=True):
     folder: str
     """Working folder of the process, which no other process has."""
     reads: list[str] = []
-    """Files and folders that must be there, and that the user must be able to read besides the environment's module."""
+    """Files and folders that the user must be able to read besides the environment's module."""
     outputs: str | None = None
     """Folder that is made for the process, outside its own, and removed with it."""
 
@@ -75,6 +75,9 @@ class Play(_Message, frozen=True):
 
 class Ready(_Message, frozen=True):
     """The environment is loaded."""
+
+    why_root: Annotated[str, msgspec.Meta(max_length=5000)] = ""
+    """Why root's process has stayed root; empty if it hasn't, or never was."""
 
 
 class Doing(_Message, frozen=True):

@@ -188,6 +188,8 @@ class Host:
             reads=list(spec.get("reads", ())),
             outputs=self._outputs,
         )
+        self.why_root = ""
+        """See :class:`~.pipes.Ready`."""
         self.process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -249,6 +251,7 @@ class Host:
             raise NotStarted(brief(said.error), refused=True)
         if not isinstance(said, Ready):
             raise NotStarted("it said something other than that it is ready", refused=False)
+        self.why_root = said.why_root
 
     def _environment(self) -> dict[str, str]:
         kept = {k: os.environ[k] for k in KEPT_ENVIRONMENT if k in os.environ}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import shlex
@@ -33,9 +34,10 @@ from ...common.config.environments import (
     AnyEnvironment,
     AppWorldEnvironment,
     VerifiersEnvironment,
+    file_name,
 )
 from ...common.confinement import adopt_orphans, hide_memory
-from ...common.errors import ConfigError, WireError
+from ...common.errors import ConfigError, TandemError, WireError
 from ...common.records import Verdict
 from ...common.run_folder import JoinInfo, RunFolder
 from ...common.sockets import (
@@ -288,19 +290,10 @@ def worlds_of(config: Config, hosts: Hosts, logs: Path) -> dict[str, World]:
     worlds: dict[str, World] = {}
     for name, spec in config.environments.use.items():
         if isinstance(spec, VerifiersEnvironment):
-            worlds[name] = VerifiersWorld(name, spec, hosts.family, logs / log_name(name))
+            worlds[name] = VerifiersWorld(name, spec, hosts.family, logs / f"{file_name(name)}.log")
         else:
             worlds[name] = HostWorld(name, hosts)
     return worlds
-
-
-def log_name(name: str) -> str:
-    """Name of the log of an environment, whose own name may have slashes, as those of verifiers' hub have.
-
-    >>> log_name("primeintellect/wordle")
-    'primeintellect-wordle.log'
-    """
-    return f"{name.replace('/', '-')}.log"
 
 
 def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
@@ -311,27 +304,73 @@ def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
     if isinstance(spec, AppWorldEnvironment):
         del settings["form"]
         root = Path(spec.root or ".").absolute()
+        # Its processes have working folders of their own.
+        settings["root"] = str(root)
         found = shutil.which(next(iter(shlex.split(spec.command)), ""))
-        program = [] if found is None else [Path(found), Path(found).with_name("python")]
-        return {
+        # Not resolved: the Python of a virtual environment is a link, and its neighbours aren't those of its target.
+        path = None if found is None else Path(found).absolute()
+        program = [] if path is None else [path, path.with_name("python")]
+        loaded = {
             "form": "text",
             "target": APPWORLD,
             "params": settings,
-            "reads": [str(root), *(str(p) for p in (root / "data", *program) if p.exists())],
-            "outputs": str(root / "experiments/outputs"),
+            "reads": [str(root), *(str(p) for p in (root / "data", *program) if os.path.exists(p))],
         }
+        # A command may say itself where AppWorld's root is, and then AppWorld writes nothing in the working directory.
+        if spec.root is not None or os.path.exists(root / "data/tasks"):
+            loaded["outputs"] = str(root / "experiments/outputs")
+        return loaded
     return settings
 
 
+def check_folders(name: str, loaded: Mapping[str, Any]) -> None:
+    """Looks whether the root of AppWorld is there, and whether its servers' folders can be made below it.
+
+    Args:
+        name: the environment's name.
+        loaded: what a process loads for it (:func:`hosted`).
+
+    Raises:
+        TandemError: one of them isn't; a ``ConfigError`` where another attempt would end alike.
+    """
+    if loaded.get("target") != APPWORLD:
+        return
+    key, root, outputs = (
+        f"environments.use.{name}.root",
+        loaded["params"]["root"],
+        loaded.get("outputs"),
+    )
+    try:
+        os.stat(root)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: {root} can't be found ({error.strerror}): set it to the folder with AppWorld's data"
+        ) from None
+    try:
+        if outputs is not None:
+            os.makedirs(outputs, exist_ok=True)
+            os.rmdir(tempfile.mkdtemp(dir=outputs))
+    except OSError as error:
+        why = f"{key}: no folder can be made in {outputs} ({error.strerror})"
+        if error.errno in disk.FULL:
+            raise TandemError(why) from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            why += ": let the user who starts Tandem write there"
+        raise ConfigError(why) from None
+
+
 def hosts_of(config: Config) -> Hosts:
-    """The processes for the environments of the config that are played in ours."""
+    """The processes for the environments of the config that are played in ours.
+
+    Raises:
+        TandemError: as :func:`check_folders`.
+    """
     settings = config.environments
+    use = {name: loaded for name, spec in settings.use.items() if (loaded := hosted(spec))}
+    for name, loaded in use.items():
+        check_folders(name, loaded)
     return Hosts(
-        {
-            name: loaded
-            for name, spec in settings.use.items()
-            if (loaded := hosted(spec)) is not None
-        },
+        use,
         Bounds(
             reset_seconds=settings.reset_seconds,
             step_seconds=settings.step_seconds,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.common.config import build
+from tandem.common.config.environments import file_name
 from tandem.common.errors import ConfigError
 
 TREE: dict[str, Any] = {"run": {"steps": 10}, "data": {"train": [{"path": "a.parquet"}]}}
@@ -17,6 +18,13 @@ PAID = "reward.components=[{name: environment}]"
 def test_what_can_be_played_is_accepted() -> None:
     build(TREE, [USE, PAID, "environments.mask_malformed=true"])
     build(TREE, [USE, PAID, "environments.port=8000"])
+
+
+def test_environments_with_names_that_are_nearly_alike_have_files_of_their_own() -> None:
+    names = ["a/b", "a-b", "a%2Fb", "a%b"]
+    files = [file_name(name) for name in names]
+    assert len(set(files)) == len(names)
+    assert not any("/" in file for file in files)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +52,7 @@ def test_what_can_be_played_is_accepted() -> None:
         ([USE, "environments.tools=xml"], "environments.tools"),
         (["environments.use={'': {form: text, target: 'a:b'}}"], "the name '' of 0 bytes"),
         ([f"environments.use={{{'n' * 201}: {{form: text, target: 'a:b'}}}}"], "of 201 bytes"),
+        ([f"environments.use={{{'a/' * 51}: {{form: text, target: 'a:b'}}}}"], "of 204 bytes"),
         ([USE, "environments.max_turns=0"], "environments.max_turns"),
         ([USE, "environments.max_turns=10001"], "environments.max_turns"),
         ([USE, "environments.step_seconds=0"], "environments.step_seconds"),

@@ -336,7 +336,7 @@ def from_environments() -> Iterable[Decoder]:
     yield Decoder(
         name="environments.process",
         corpus=packed(
-            ["ready"],
+            ["ready", "not every user may read /root/.env"],
             ["doing", "model"],
             ["done", 1.0, [None, 0.5], {"m": 1.0}, "done"],
             ["raised", "ValueError: x"],

@@ -21,6 +21,9 @@ from environment_runs import Run, until
 
 from tandem.common.confinement import can_drop_user, readable_by_others
 from tandem.common.records import Verdict
+from tandem.rollout.environments import host
+from tandem.rollout.environments.hosts import Hosts
+from tandem.rollout.environments.process import Bounds
 
 PlayOne = Callable[..., Any]
 
@@ -188,7 +191,7 @@ AS_LONELY_ROOT = """
 import os, sys
 from tandem.rollout.environments import host
 from tandem.rollout.environments.pipes import Order
-host._is_public = lambda target: True  # Whatever Python's folder allows here.
+host._files_of = lambda target: []  # Whatever Python's folder allows here.
 order = Order("", "json:loads", {}, [], 1 << 34, 61000, sys.argv[1])
 host.confine(order, os.getppid())
 print(os.geteuid(), os.stat(".").st_uid)
@@ -233,14 +236,41 @@ def test_root_stays_root_for_a_module_that_only_root_can_read(
     (shared / "start").chmod(mode)
     command = [sys.executable, "-P", "-c", AS_ROOT, str(shared / "start"), str(shared / "own")]
     ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.stdout == f"0 {user} {msgspec.msgpack.encode(['ready'])!r}\n", ran.stderr
+    why = "" if user else f"not every user may read {shared / 'start/kept_world.py'}"
+    assert ran.stdout == f"0 {user} {msgspec.msgpack.encode(['ready', why])!r}\n", ran.stderr
+
+
+def test_the_log_says_which_file_keeps_an_environment_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not can_drop_user():
+        pytest.skip("only root's processes become other users")
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    spec = {"form": "text", "target": "played_worlds:Guess", "params": {}, "reads": [str(private)]}
+    # Where Python itself is private, that is the reason.
+    files = (os.__file__, host.__file__, str(private))
+    first = next(file for file in files if not readable_by_others(file))
+    bounds = Bounds(reset_seconds=30, step_seconds=30, episode_seconds=30, memory_mb=2048)
+
+    async def body() -> None:
+        hosts = Hosts({"guess": spec}, bounds, 2, [str(Path(__file__).parent)])
+        try:
+            await hosts.check("guess")
+        finally:
+            await hosts.close()
+
+    asyncio.run(body())
+    (said,) = [one.message for one in caplog.records if "root" in one.message]
+    assert said.startswith("environment guess is played as root: not every user may read /")
+    assert first in said
 
 
 WITH_OUTPUTS = """
 import os, sys
 from tandem.rollout.environments import host
 from tandem.rollout.environments.pipes import Order
-host._is_public = lambda target: True  # Whatever Python's folder allows here.
+host._files_of = lambda target: []  # Whatever Python's folder allows here.
 root, own = sys.argv[1:]
 outputs = f"{root}/experiments/outputs/tandem-1"
 order = Order("", "json:loads", {}, [], 1 << 34, 61000, own, [root], outputs)

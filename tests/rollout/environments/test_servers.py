@@ -16,7 +16,7 @@ from environment_runs import Playing, Run, connected, make_run, until
 
 from tandem.common.records import Verdict
 from tandem.common.sockets import CurveKeys, connect_dealer, new_keys
-from tandem.replay.members import Member
+from tandem.replay.members import Member, Members
 from tandem.replay.store import RunStore
 from tandem.rollout.environments import client as environment_client
 from tandem.rollout.environments import wire
@@ -247,6 +247,36 @@ def test_a_server_that_redis_forgets_for_a_while_keeps_its_episodes(
 
     played, lost = play(body)
     assert (played.reward, played.failure, lost) == (1.0, None, 0)
+
+
+def test_no_server_is_lost_while_nobody_is_in_the_registry(
+    play: Any, own: Run, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while Redis takes no heartbeats, since it can't write, but still answers."""
+    monkeypatch.setattr(environment_client, "MOST_ABSENCES", 3)
+    monkeypatch.setattr(environment_client, "LOOK_SECONDS", 0.02)
+    nobody = Members(own.store)
+
+    async def body(playing: Playing) -> Any:
+        task = asyncio.create_task(playing.play("bad", waiting(shared)))
+        await lines(shared / "begun", 1)
+        looks = 0
+
+        def silent() -> Any:
+            nonlocal looks
+            looks += 1
+            return environment_client.servers_in(nobody)
+
+        playing.client._servers = silent
+        async with asyncio.timeout(20):
+            while looks < 8:
+                await asyncio.sleep(0.02)
+        assert playing.client.slots("bad") > 0
+        (shared / "go").touch()
+        return await task
+
+    played = play(body, retries=0)
+    assert (played.reward, played.failure) == (1.0, None)
 
 
 def test_a_server_that_stays_out_of_the_registry_is_lost(

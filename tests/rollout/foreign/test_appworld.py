@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +18,8 @@ import psutil
 import pytest
 
 from tandem.common.config.environments import AppWorldEnvironment
+from tandem.common.confinement import can_drop_user
+from tandem.common.errors import ConfigError
 from tandem.launch.run.opened.presets import load
 from tandem.rollout.environments import appworld
 from tandem.rollout.environments.appworld import (
@@ -26,8 +31,8 @@ from tandem.rollout.environments.appworld import (
     share_passed,
 )
 from tandem.rollout.environments.hosts import Hosts
-from tandem.rollout.environments.process import Bounds, NotStarted
-from tandem.rollout.environments.server import hosted
+from tandem.rollout.environments.process import Bounds
+from tandem.rollout.environments.server import check_folders, hosted
 
 STANDIN = Path(__file__).resolve().parent / "appworld_standin.py"
 COMMAND = f"{sys.executable} {STANDIN} {{port}}"
@@ -183,6 +188,11 @@ def test_a_command_that_ends_at_once_is_told(tmp_path: Path) -> None:
         ("<think>a</think><code>good()</code><think>or <code>bad()</code>", "good()"),
         ("Use <code> tags.\n<code>print(1)</code>", "print(1)"),
         ("<code>print(1)</code> and <code>print(2)</code>", "print(1)"),
+        ("<code>print('<think>')</code>", "print('<think>')"),
+        ("```\nprint('<think>')\n```", "print('<think>')"),
+        ("```\ngood()\n```\n<think>or <code>bad()</code>", "good()"),
+        ("<code>s='<code>'\nprint(s)</code>", "s='<code>'\nprint(s)"),
+        ("First <code>print(1)</code>\n<code>print(2)</code>", "print(1)"),
         ("print(1)", None),
         ("<code> </code>", None),
     ],
@@ -210,12 +220,8 @@ def test_the_prompt_names_no_call_that_it_doesnt_explain() -> None:
     }
 
 
-@pytest.mark.parametrize("root", ["nowhere", "a_file"])
-def test_a_root_without_a_place_for_outputs_is_refused_at_the_start(
-    tmp_path: Path, root: str
-) -> None:
-    (tmp_path / "a_file").touch()
-    spec = AppWorldEnvironment(command=COMMAND, root=str(tmp_path / root))
+def started(spec: AppWorldEnvironment) -> None:
+    """Loads an environment as an environment server does at its start."""
     bounds = Bounds(reset_seconds=30, step_seconds=30, episode_seconds=30, memory_mb=2048)
 
     async def body() -> None:
@@ -223,10 +229,108 @@ def test_a_root_without_a_place_for_outputs_is_refused_at_the_start(
         assert loaded is not None
         hosts = Hosts({"appworld": loaded}, bounds, 1)
         try:
-            with pytest.raises(NotStarted, match=f"{root}.*") as refused:
-                await hosts.check("appworld")
-            assert refused.value.refused
+            await hosts.check("appworld")
         finally:
             await hosts.close()
 
     asyncio.run(body())
+
+
+def test_a_program_may_be_named_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    started(AppWorldEnvironment(command=f"venv/bin/python {STANDIN} {{port}}", root=str(tmp_path)))
+
+
+@pytest.mark.parametrize("root", [None, ".", "world"])
+def test_the_root_is_told_from_where_the_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str | None
+) -> None:
+    (tmp_path / "world").mkdir()
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path)
+    loaded = hosted(AppWorldEnvironment(command=COMMAND, root=root))
+    assert loaded is not None
+    # As a process does before it loads its environment.
+    monkeypatch.chdir(tmp_path / "own")
+    one = AppWorld(**loaded["params"], outputs="of_one")
+    try:
+        one.reset({"task_id": "sum_1"})
+    finally:
+        one.close()
+    assert (tmp_path / (root or ".") / "experiments/outputs/of_one/tasks/sum_1").is_dir()
+    assert loaded["reads"][0] == str(tmp_path / (root or "."))
+
+
+def test_nothing_is_written_into_a_working_directory_that_isnt_appworlds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command says itself where AppWorld's root is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    spec = AppWorldEnvironment(command=f"env APPWORLD_ROOT=/elsewhere {COMMAND}")
+    started(spec)
+    assert [one.name for one in tmp_path.iterdir()] == ["data"]
+    (tmp_path / "data/tasks").mkdir()
+    started(spec)
+    assert (tmp_path / "experiments/outputs").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("root", "why"),
+    [
+        ("nowhere", "nowhere can't be found (No such file or directory): set it to the folder"),
+        ("a_file", "no folder can be made in {}/a_file/experiments/outputs (Not a directory)"),
+        ("/proc", "made in /proc/experiments/outputs (No such file or directory)"),
+    ],
+)
+def test_a_root_without_a_place_for_outputs_is_refused_at_the_start(
+    tmp_path: Path, root: str, why: str
+) -> None:
+    (tmp_path / "a_file").touch()
+    spec = AppWorldEnvironment(command=COMMAND, root=str(tmp_path / root))
+    loaded = hosted(spec)
+    assert loaded is not None
+    with pytest.raises(ConfigError, match=re.escape(why.format(tmp_path))) as refused:
+        check_folders("apps", loaded)
+    assert "environments.use.apps.root" in str(refused.value)
+    assert "PYTHONPATH" not in str(refused.value)
+    assert "let the user" not in str(refused.value)
+
+
+AS_ANOTHER = """
+import os, sys
+from tandem.common.config.environments import AppWorldEnvironment
+from tandem.common.confinement import can_drop_user
+from tandem.common.errors import ConfigError
+from tandem.common.confinement import drop_user
+from tandem.common.errors import ConfigError
+from tandem.rollout.environments.server import check_folders, hosted
+drop_user()
+try:
+    check_folders("apps", hosted(AppWorldEnvironment(command="true {port}", root=sys.argv[1])))
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "below", "why"),
+    [
+        (0o700, "world", "can't be found (Permission denied)"),
+        (0o755, "", "(Permission denied): let the user who starts Tandem write there"),
+    ],
+)
+def test_a_root_that_the_user_may_not_use_is_refused(mode: int, below: str, why: str) -> None:
+    if not can_drop_user():
+        pytest.skip("only root's processes become other users")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, mode)
+        (Path(folder) / "world").mkdir()
+        command = [sys.executable, "-c", AS_ANOTHER, str(Path(folder) / below)]
+        ran = subprocess.run(command, capture_output=True, text=True)
+    assert "environments.use.apps.root" in ran.stdout, ran.stderr
+    assert why in ran.stdout
