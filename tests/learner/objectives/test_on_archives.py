@@ -22,6 +22,7 @@ from tandem.common.run_folder import RunFolder
 from tandem.common.telemetry import Clock
 from tandem.launch.cli import main
 from tandem.launch.host.archive_check import check_archive
+from tandem.launch.run.opened.presets import load
 from tandem.learner.engine.critic import load_critic
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.loop.reporter import Reporter
@@ -404,6 +405,24 @@ def test_rows_that_a_group_lacks_are_of_its_size(
         archive.write(path, [made, dataclasses.replace(made, place=1)])
         check_archive(config)
         read_first(config, folder)
+
+
+@pytest.mark.parametrize("traces", [1, 2])
+def test_an_archive_of_an_offline_run_takes_the_size_that_the_refusal_names(
+    made_up: ModuleType, tmp_path: Path, traces: int
+) -> None:
+    """Its groups have traces alone: of a pair two, and one otherwise."""
+    folder = tmp_path / "archive"
+    folder.mkdir()
+    (mixed,) = made_up.groups_of(1, step=0)
+    group = replace(mixed.group, samples=())
+    named = tuple(made_up.trace(number) for number in range(traces))
+    one = ArchivedGroup(step=1, place=0, group=group, traces=named, replaced=(), row=None)
+    archive.write(folder / archive.file_name(1), [one])
+    preset, words = load("miniature-sft"), [f"data.archive={folder}"]
+    with pytest.raises(DataError, match=r"set rollout\.group_size=") as refusal:
+        check_archive(preset.resolve(words))
+    check_archive(preset.resolve([*words, str(refusal.value).rpartition("set ")[2]]))
 
 
 def test_the_refusal_names_those_that_would_learn_and_nothing_is_started(
