@@ -25,9 +25,13 @@ from ...replay import archive
 from ...replay.archive import GroupRewards
 
 
-def check_archive(config: Config) -> None:
+def check_archive(config: Config, *, anew: bool = True) -> None:
     """Refuses groups that are too long or of another size, and an objective that learns nothing from the steps that a
     run would begin with.
+
+    Args:
+        config: the run's.
+        anew: whether the run is begun; one that is resumed goes on with the group size that it has.
 
     Raises:
         DataError: one of these, or ``data.archive`` isn't an archive.
@@ -35,7 +39,8 @@ def check_archive(config: Config) -> None:
     assert config.data.archive is not None
     folder = Path(config.data.archive).expanduser()
     _check_lengths(config, folder)
-    _check_sizes(config, folder)
+    if anew:
+        _check_sizes(config, folder)
     most = min(config.learner.max_idle, config.run.steps or config.learner.max_idle)
     objective, negative = config.learner.objective, config.expert.negative
     steps = []
