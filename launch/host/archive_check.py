@@ -93,7 +93,7 @@ def _check_sizes(config: Config, folder: Path) -> None:
     """Refuses a group size that isn't that of the largest groups: losses are divided by it, and micro-batches must hold
     it. Single groups may be smaller."""
     found = [archive.sizes(where) for where in islice(archive.steps(folder), config.run.steps)]
-    if not found:
+    if not any(most for _, most in found):
         return
     rows, most = (max(each) for each in zip(*found, strict=True))
     size = config.rollout.group_size

@@ -416,6 +416,15 @@ def test_a_run_that_began_with_another_size_goes_on_with_it(
     assert "learner.objective.name=sft learns nothing" in capsys.readouterr().err
 
 
+def test_groups_of_nothing_have_no_size(made_up: ModuleType, model: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "archive", made_up, (1, 0, 1, 0), traces=False)
+    config = config_of(made_up, folder, model, {"name": "grpo"})
+    for path in sorted(folder.iterdir()):
+        one, _ = archive.read(path)
+        archive.write(path, [dataclasses.replace(one, group=replace(one.group, samples=()))])
+    check_archive(config)
+
+
 @pytest.mark.parametrize("traces", [1, 2])
 def test_an_archive_of_an_offline_run_takes_the_size_that_the_refusal_names(
     made_up: ModuleType, tmp_path: Path, traces: int
