@@ -436,7 +436,9 @@ def test_files_that_are_here_alone_are_named(
     (tmp_path / "benchmarks" / "aime24").mkdir(parents=True)
     for name in ("train.jsonl", "heldout.jsonl", "ca.pem"):
         (tmp_path / name).touch()
-    train = [{"path": "~/train.jsonl"}, {"path": "/volume/more.jsonl"}]
+    # Of paths that can't be looked at, nothing is known.
+    elsewhere = ["/volume/more.jsonl", "~nobody-of-this-name/x.jsonl", f"/{'x' * 300}.jsonl"]
+    train = [{"path": path} for path in ("~/train.jsonl", *elsewhere)]
     evaluate = ["aime24", {"path": f"{tmp_path}/heldout.jsonl"}]
     words = [f"data.train={json.dumps(train)}", f"data.evaluate={json.dumps(evaluate)}"]
     words += ["replay.redis_url=rediss://redis.example", f"replay.redis_ca={tmp_path}/ca.pem"]
