@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -215,9 +216,9 @@ def test_what_makes_no_sense_is_refused(words: list[str], says: str):
 PROGRAM = """#!/bin/bash
 echo "$@" >> "$STAGE/called"
 echo "$SRUN_CPUS_PER_TASK" >> "$STAGE/cpus"
-[ "$1" = join ] && [ -n "$STAGE_JOINED" ] && exit "$STAGE_JOINED"
+[ "$1" = join ] && [ -n "$STAGE_JOINED" ] && [ "${SLURM_PROCID:-0}" = 0 ] && exit "$STAGE_JOINED"
 trap 'echo told >> "$STAGE/told"; sleep 0.3; exit "$STAGE_DRAINED"' TERM
-touch "$STAGE/up"
+echo up >> "$STAGE/up"
 for ((i = 0; i < 600; i++)); do
     [ -e "$STAGE/end" ] && exit "$(cat "$STAGE/end")"
     sleep 0.05
@@ -232,11 +233,26 @@ esac
 exec /bin/sleep "$1"
 """
 SRUN = """#!/bin/bash
+tasks=1
 while [[ $1 == --* ]]; do
     [[ $1 == --cpus-per-task=* ]] && export SRUN_CPUS_PER_TASK=${1#*=}
+    [[ $1 == --het-group=1 ]] && tasks=$STAGE_TASKS
     shift
 done
-exec "$@"
+[ "$tasks" = 1 ] && exec "$@"
+# It ends with its tasks, and has the greatest of their exit codes.
+trap : TERM
+for ((task = 0; task < tasks; task++)); do
+    SLURM_PROCID=$task "$@" &
+    started[task]=$!
+done
+greatest=0
+for task in "${started[@]}"; do
+    while wait "$task"; code=$?; kill -0 "$task" 2>/dev/null; do :; done
+    echo "$code" >> "$STAGE/tasks"
+    ((code > greatest)) && greatest=$code
+done
+exit "$greatest"
 """
 
 
@@ -253,6 +269,7 @@ class Staged:
         joins: bool = True,
         joined: str = "",
         starts: int = 0,
+        tasks: int = 1,
     ) -> None:
         self.here = tmp_path
         programs = {"tandem-program": PROGRAM, "scontrol": SCONTROL, "srun": SRUN, "sleep": SLEEP}
@@ -274,6 +291,7 @@ class Staged:
                 "STAGE": str(tmp_path),
                 "STAGE_DRAINED": str(drained),
                 "STAGE_JOINED": joined,
+                "STAGE_TASKS": str(tasks),
                 "SLURM_JOB_ID": "7",
                 "SLURM_ARRAY_JOB_ID": "7",
                 "SLURM_ARRAY_TASK_ID": "2",
@@ -304,6 +322,20 @@ class Staged:
         (self.here / "end.new").write_text(str(code))
         (self.here / "end.new").rename(self.here / "end")
         return self.process.wait(20)
+
+    def end_steps(self) -> None:
+        """Tells what the script has left, as Slurm does, and waits for its end."""
+
+        def is_gone() -> bool:
+            try:
+                os.killpg(self.process.pid, 0)
+            except ProcessLookupError:
+                return True
+            return False
+
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        self.until(is_gone)
 
     @property
     def requeued(self) -> list[str]:
@@ -457,12 +489,40 @@ def test_workers_of_one_job_wait_for_the_file_of_this_starts_head(tmp_path: Path
 
 
 def test_workers_of_one_job_that_lose_its_head_join_again(tmp_path: Path):
-    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False, joined="75")
+    # One of two has lost the head, whatever the other does.
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False, joined="75", tasks=2)
     staged.until((tmp_path / "up").exists)
     staged.join()
-    staged.until(lambda: len(staged.called()) >= 4)
+    staged.until(lambda: len(staged.called()) >= 6)
     assert {line.split()[0] for line in staged.called()[1:]} == {"join"}
     assert staged.end(0) == 0
+    staged.end_steps()
+
+
+def test_workers_of_one_job_that_end_with_its_run_do_not_join_again(tmp_path: Path):
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False, tasks=2)
+    staged.until((tmp_path / "up").exists)
+    staged.join()
+    staged.until(lambda: len(staged.called()) == 3)
+    assert staged.end(0) == 0
+    staged.until((tmp_path / "tasks").exists)
+    staged.end_steps()
+    assert (tmp_path / "tasks").read_text().split() == ["0", "0"]
+    assert [line.split()[0] for line in staged.called()] == ["start", "join", "join"]
+
+
+def test_workers_of_one_job_that_slurm_ends_drain_and_do_not_join_again(tmp_path: Path):
+    staged = Staged(tmp_path, "gang.sbatch", 75, joins=False, tasks=2)
+    staged.until((tmp_path / "up").exists)
+    staged.join()
+    staged.until(lambda: (tmp_path / "up").read_text().split() == ["up"] * 3)
+    os.killpg(staged.process.pid, signal.SIGTERM)
+    assert staged.process.wait(20) == 75
+    staged.end_steps()
+    # A task that ended before its worker would cut off the drain.
+    assert (tmp_path / "tasks").read_text().split() == ["75", "75"]
+    assert (tmp_path / "told").read_text().split() == ["told"] * 3
+    assert [line.split()[0] for line in staged.called()] == ["start", "join", "join"]
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(1, []), (75, ["requeue 7"])])
