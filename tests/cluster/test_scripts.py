@@ -423,7 +423,8 @@ def left(folder: Path, state: str, *, in_order: bool = True) -> None:
 @pytest.mark.parametrize(
     ("state", "starts", "code"),
     [
-        ("finished", 0, 0),
+        ("finished", 0, 75),
+        ("finished", 1, 0),
         ("stopped", 0, 75),
         ("stopped", 24, 75),
         ("failed", 23, 75),
@@ -452,7 +453,8 @@ def test_a_worker_waits_for_the_head_that_goes_on_with_a_finished_run(tmp_path: 
     [
         ("stopped", 23, True, 75),
         ("stopped", 24, True, 2),
-        ("finished", 0, True, 0),
+        ("finished", 0, True, 75),
+        ("finished", 1, True, 0),
         ("running", 0, False, 2),
     ],
 )
