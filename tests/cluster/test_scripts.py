@@ -215,7 +215,7 @@ def test_what_makes_no_sense_is_refused(words: list[str], says: str):
 
 PROGRAM = """#!/bin/bash
 echo "$@" >> "$STAGE/called"
-echo "$SRUN_CPUS_PER_TASK" >> "$STAGE/cpus"
+echo "${SRUN_CPUS_PER_TASK-none}" >> "$STAGE/cpus"
 [ "$1" = join ] && [ -n "$STAGE_JOINED" ] && [ "${SLURM_PROCID:-0}" = 0 ] && exit "$STAGE_JOINED"
 trap 'echo told >> "$STAGE/told"; sleep 0.3; exit "$STAGE_DRAINED"' TERM
 echo up >> "$STAGE/up"
@@ -270,6 +270,7 @@ class Staged:
         joined: str = "",
         starts: int = 0,
         tasks: int = 1,
+        cpus: str | None = "16",
     ) -> None:
         self.here = tmp_path
         programs = {"tandem-program": PROGRAM, "scontrol": SCONTROL, "srun": SRUN, "sleep": SLEEP}
@@ -295,8 +296,8 @@ class Staged:
                 "SLURM_JOB_ID": "7",
                 "SLURM_ARRAY_JOB_ID": "7",
                 "SLURM_ARRAY_TASK_ID": "2",
-                "SLURM_CPUS_PER_TASK": "16",
                 "SLURM_RESTART_COUNT": str(starts),
+                **({} if cpus is None else {"SLURM_CPUS_PER_TASK": cpus}),
             },
             start_new_session=True,
         )
@@ -539,11 +540,12 @@ def test_one_job_whose_head_ends_before_it_has_read_its_data_starts_no_workers(
 
 
 @pytest.mark.parametrize("file", ["head.sbatch", "rollout.sbatch"])
-def test_a_step_of_a_job_gets_its_cpus(tmp_path: Path, file: str):
-    # pyxis is a plug-in of srun, which asks for one CPU by itself.
-    staged = Staged(tmp_path, file, 0)
+@pytest.mark.parametrize("cpus", ["16", None])
+def test_a_step_of_a_job_gets_its_cpus(tmp_path: Path, file: str, cpus: str | None):
+    # pyxis is a plug-in of srun, which asks for one CPU by itself. A job that asks for no number has none.
+    staged = Staged(tmp_path, file, 0, cpus=cpus)
     assert staged.end(0) == 0
-    assert (tmp_path / "cpus").read_text() == "16\n"
+    assert (tmp_path / "cpus").read_text() == f"{cpus or 'none'}\n"
 
 
 def test_each_step_of_one_job_gets_the_cpus_of_its_part(tmp_path: Path):
