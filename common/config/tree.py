@@ -137,7 +137,7 @@ class Config(Section):
                 f"learner.hosts={learner.hosts} meet at launch.bind={self.launch.bind}, without credentials: "
                 f"set launch.bind to one private address of the head"
             )
-        if self.expert.per_group >= self.rollout.group_size:
+        if online and self.expert.per_group >= self.rollout.group_size:
             raise ValueError(
                 f"expert.per_group={self.expert.per_group} leaves no own sample in a group of "
                 f"rollout.group_size={self.rollout.group_size}"

@@ -169,15 +169,24 @@ def notes_on_files(config: Config, *, copied: str, certificate: str, environment
     found = [
         f"{path} is on this machine: {copied}, and name it by its path there"
         for path in dict.fromkeys(paths)
-        if Path(path).expanduser().exists()
+        if _is_here(path)
     ]
     for name, variable in VARIABLES.items():
         path = getattr(config.replay, f"redis_{name}")
-        if path and Path(path).expanduser().exists():
+        if path and _is_here(path):
             found.append(
                 f"{path} is on this machine: {certificate}, and its path there into {environment}, as {variable}"
             )
     return found
+
+
+def _is_here(path: str) -> bool:
+    """Whether this machine has a file or folder; one that can't be looked at, or of a user who isn't known, counts as
+    elsewhere."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError):
+        return False
 
 
 def _text(tree: Mapping[str, Any], run_dir: str) -> str:

@@ -136,16 +136,33 @@ def notes(job: Job) -> list[str]:
         certificate="put it into the image",
         environment=f"the Secret {job.name}-env",
     )
+    # A policy is applied once the Service's address is translated, and no URL tells the port that it becomes.
+    found += [
+        f"{url}: if {urlsplit(url).hostname} is a Service of this cluster whose pods listen at another port "
+        f"(targetPort), write that one into network.yaml"
+        for url in _scorer_urls(job.config.reward)
+        if _may_be_service(urlsplit(url).hostname or "")
+    ]
     return found
 
 
 def _scorer_ports(reward: RewardConfig) -> str | None:
     """The ports of a policy for the servers that components of the reward ask; None if HTTPS' is all that they need."""
-    from ...reward.components.scoring import Scorer
-
-    urls = [urlsplit(part.function.address.url) for part in Scorer(reward).remote]
+    urls = map(urlsplit, _scorer_urls(reward))
     ports = {url.port or (443 if url.scheme == "https" else 80) for url in urls} - {443}
     return quoted([{"protocol": "TCP", "port": port} for port in sorted(ports)]) if ports else None
+
+
+def _scorer_urls(reward: RewardConfig) -> list[str]:
+    """The addresses of the servers that components of the reward ask."""
+    from ...reward.components.scoring import Scorer
+
+    return list(dict.fromkeys(part.function.address.url for part in Scorer(reward).remote))
+
+
+def _may_be_service(host: str) -> bool:
+    """Whether a host's name can be that of a Service of the cluster. A colon is an IPv6 address's."""
+    return host.endswith((".svc", ".svc.cluster.local")) or not set(host) & set(".:")
 
 
 def _run(job: Job) -> str:

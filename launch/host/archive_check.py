@@ -25,9 +25,13 @@ from ...replay import archive
 from ...replay.archive import GroupRewards
 
 
-def check_archive(config: Config) -> None:
+def check_archive(config: Config, *, anew: bool = True) -> None:
     """Refuses groups that are too long or of another size, and an objective that learns nothing from the steps that a
     run would begin with.
+
+    Args:
+        config: the run's.
+        anew: whether the run is begun; one that is resumed goes on with the group size that it has.
 
     Raises:
         DataError: one of these, or ``data.archive`` isn't an archive.
@@ -35,7 +39,8 @@ def check_archive(config: Config) -> None:
     assert config.data.archive is not None
     folder = Path(config.data.archive).expanduser()
     _check_lengths(config, folder)
-    _check_sizes(config, folder)
+    if anew:
+        _check_sizes(config, folder)
     most = min(config.learner.max_idle, config.run.steps or config.learner.max_idle)
     objective, negative = config.learner.objective, config.expert.negative
     steps = []
@@ -88,7 +93,7 @@ def _check_sizes(config: Config, folder: Path) -> None:
     """Refuses a group size that isn't that of the largest groups: losses are divided by it, and micro-batches must hold
     it. Single groups may be smaller."""
     found = [archive.sizes(where) for where in islice(archive.steps(folder), config.run.steps)]
-    if not found:
+    if not any(most for _, most in found):
         return
     rows, most = (max(each) for each in zip(*found, strict=True))
     size = config.rollout.group_size

@@ -32,8 +32,15 @@ LOG_BYTES = 64 << 20
 """Size of a run's metrics, samples and logs, roughly."""
 
 
-def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None]:
+def check_host(
+    config: Config, machine: Machine, *, anew: bool = True
+) -> tuple[Placement, Path | None]:
     """Everything that can be checked within a second or two, apart from the disk.
+
+    Args:
+        config: the run's.
+        machine: this one.
+        anew: whether the run is begun, and not gone on with.
 
     Returns:
         Which process gets which GPU, and the model's folder (None: a model on a hub).
@@ -41,8 +48,8 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
     Raises:
         ConfigError: this machine can't run the config, an environment can't be loaded, or a judge of its reward
             doesn't answer.
-        DataError: the model's folder, the critic's or the teacher's lacks something, or the archive is too long or teaches the
-            objective nothing.
+        DataError: the model's folder, the critic's or the teacher's lacks something, or the archive is too long, of
+            another group size, or teaches the objective nothing.
     """
     placement = place(config, machine)
     check_dtype(config, placement)
@@ -60,7 +67,7 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
     if config.data.archive is not None:
         from .archive_check import check_archive
 
-        check_archive(config)
+        check_archive(config, anew=anew)
     return placement, model
 
 

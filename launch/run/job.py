@@ -130,7 +130,7 @@ class Job:
                 f"note: preset {self._preset.name} has other settings than when this run began; the run keeps its own "
                 f"{', '.join(self._opening.kept)}"
             )
-        placement, model = check_host(config, self._machine)
+        placement, model = check_host(config, self._machine, anew=not resumed)
         for problem in problems_on_paper(config, self._machine, placement):
             self._say(f"on paper: {problem}")
         join, config = redis_part.where(self._opening, self._record, self._say)

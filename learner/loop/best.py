@@ -99,13 +99,15 @@ class Best:
         log.info(f"best {self._name} so far: {value:.4g}; its model is in {self._folder}")
 
     def missed(self, record: Mapping[str, Any], now: int) -> None:
-        """Tells of an evaluation of weights that are gone, since the learner has gone on to the step ``now``."""
+        """Tells of an evaluation of weights that the learner no longer has, since it has gone on to the step ``now``."""
         value = record.get(f"eval/{self._name}")
         problems = record.get(f"eval/{problems_of(self._name)}")
         if isinstance(value, int | float) and not self._is_of_more(problems):
+            metric = f"{self._name}:min" if self._sign < 0 else self._name
             log.warning(
                 f"{self._name} of step {record['step']} is {value:.4g}, which came when the learner had gone on to "
-                f"step {now} without it: it doesn't count for {self._folder}, since its weights are gone"
+                f"step {now} without it: it doesn't count for {self._folder}, since the learner no longer has its "
+                f"weights; if its checkpoint is kept, `tandem export {self._folder.parent} --best {metric}` finds it"
             )
 
     def _is_of_more(self, problems: Any) -> bool:

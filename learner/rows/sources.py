@@ -19,7 +19,7 @@ from ...common.config import Config
 from ...common.errors import DataError, FullError, StoreError
 from ...common.models import read_model_config
 from ...common.objectives.experts import ExGrpo
-from ...common.records import ExpertTrace, Group, Sample
+from ...common.records import ExpertTrace, Group
 from ...common.seeds import keyed_generator
 from ...replay import archive
 from ...replay.archive_columns import ArchivedGroup
@@ -444,18 +444,6 @@ class ArchiveSource(StoredSource):
         """Refuses a group that this run's model or settings can't take."""
         data, rollout = self._config.data, self._config.rollout
         where = f"data.archive={data.archive}: group {one.group.group_id} of step {one.step}"
-        graded: list[Sample | ExpertTrace] = [*one.group.samples, *one.traces]
-        rows = sum(
-            each.reward is not None
-            and each.verdict is not None
-            and not each.verdict.leaves_baseline
-            for each in graded
-        )
-        if rows > rollout.group_size:
-            raise DataError(
-                f"{where} has {rows} rows, and rollout.group_size={rollout.group_size}: set "
-                f"rollout.group_size={rows}, and start over with --fresh"
-            )
         prompt = one.group.prompt_tokens
         responses = [sample.tokens for sample in one.group.samples]
         responses += [trace.tokens for trace in one.traces]

@@ -382,6 +382,27 @@ def test_servers_that_the_reward_asks_can_be_reached(
     assert opened == sorted([53, 443, *ports])
 
 
+@pytest.mark.parametrize(
+    ("url", "of_this_cluster"),
+    [
+        ("http://judge.research.svc:8000", True),
+        ("https://judge.research.svc.cluster.local", True),
+        ("http://judge:8000", True),
+        ("http://judge.example:8000", False),
+        ("http://10.1.2.3:8000", False),
+        ("http://[fd00::3]:8000", False),
+    ],
+)
+def test_of_a_service_of_this_cluster_the_port_of_its_pods_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, of_this_cluster: bool
+):
+    judge = {"name": "judge", "params": {"url": url, "model": "m"}}
+    made(tmp_path, ["miniature", f"reward.components={json.dumps([judge])}"])
+    notes = [line for line in capsys.readouterr().err.splitlines() if "targetPort" in line]
+    assert len(notes) == of_this_cluster
+    assert all(note.startswith("note: ") and url in note for note in notes)
+
+
 def as_kubernetes_starts(word: str, environment: dict[str, str]) -> str:
     """A word of ``args`` as the container gets it."""
 
@@ -436,7 +457,9 @@ def test_files_that_are_here_alone_are_named(
     (tmp_path / "benchmarks" / "aime24").mkdir(parents=True)
     for name in ("train.jsonl", "heldout.jsonl", "ca.pem"):
         (tmp_path / name).touch()
-    train = [{"path": "~/train.jsonl"}, {"path": "/volume/more.jsonl"}]
+    # Of paths that can't be looked at, nothing is known.
+    elsewhere = ["/volume/more.jsonl", "~nobody-of-this-name/x.jsonl", f"/{'x' * 300}.jsonl"]
+    train = [{"path": path} for path in ("~/train.jsonl", *elsewhere)]
     evaluate = ["aime24", {"path": f"{tmp_path}/heldout.jsonl"}]
     words = [f"data.train={json.dumps(train)}", f"data.evaluate={json.dumps(evaluate)}"]
     words += ["replay.redis_url=rediss://redis.example", f"replay.redis_ca={tmp_path}/ca.pem"]

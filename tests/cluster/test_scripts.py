@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -214,10 +215,10 @@ def test_what_makes_no_sense_is_refused(words: list[str], says: str):
 
 PROGRAM = """#!/bin/bash
 echo "$@" >> "$STAGE/called"
-echo "$SRUN_CPUS_PER_TASK" >> "$STAGE/cpus"
-[ "$1" = join ] && [ -n "$STAGE_JOINED" ] && exit "$STAGE_JOINED"
+echo "${SRUN_CPUS_PER_TASK-none}" >> "$STAGE/cpus"
+[ "$1" = join ] && [ -n "$STAGE_JOINED" ] && [ "${SLURM_PROCID:-0}" = 0 ] && exit "$STAGE_JOINED"
 trap 'echo told >> "$STAGE/told"; sleep 0.3; exit "$STAGE_DRAINED"' TERM
-touch "$STAGE/up"
+echo up >> "$STAGE/up"
 for ((i = 0; i < 600; i++)); do
     [ -e "$STAGE/end" ] && exit "$(cat "$STAGE/end")"
     sleep 0.05
@@ -232,11 +233,26 @@ esac
 exec /bin/sleep "$1"
 """
 SRUN = """#!/bin/bash
+tasks=1
 while [[ $1 == --* ]]; do
     [[ $1 == --cpus-per-task=* ]] && export SRUN_CPUS_PER_TASK=${1#*=}
+    [[ $1 == --het-group=1 ]] && tasks=$STAGE_TASKS
     shift
 done
-exec "$@"
+[ "$tasks" = 1 ] && exec "$@"
+# It ends with its tasks, and has the greatest of their exit codes.
+trap : TERM
+for ((task = 0; task < tasks; task++)); do
+    SLURM_PROCID=$task "$@" &
+    started[task]=$!
+done
+greatest=0
+for task in "${started[@]}"; do
+    while wait "$task"; code=$?; kill -0 "$task" 2>/dev/null; do :; done
+    echo "$code" >> "$STAGE/tasks"
+    ((code > greatest)) && greatest=$code
+done
+exit "$greatest"
 """
 
 
@@ -253,6 +269,8 @@ class Staged:
         joins: bool = True,
         joined: str = "",
         starts: int = 0,
+        tasks: int = 1,
+        cpus: str | None = "16",
     ) -> None:
         self.here = tmp_path
         programs = {"tandem-program": PROGRAM, "scontrol": SCONTROL, "srun": SRUN, "sleep": SLEEP}
@@ -274,11 +292,12 @@ class Staged:
                 "STAGE": str(tmp_path),
                 "STAGE_DRAINED": str(drained),
                 "STAGE_JOINED": joined,
+                "STAGE_TASKS": str(tasks),
                 "SLURM_JOB_ID": "7",
                 "SLURM_ARRAY_JOB_ID": "7",
                 "SLURM_ARRAY_TASK_ID": "2",
-                "SLURM_CPUS_PER_TASK": "16",
                 "SLURM_RESTART_COUNT": str(starts),
+                **({} if cpus is None else {"SLURM_CPUS_PER_TASK": cpus}),
             },
             start_new_session=True,
         )
@@ -304,6 +323,20 @@ class Staged:
         (self.here / "end.new").write_text(str(code))
         (self.here / "end.new").rename(self.here / "end")
         return self.process.wait(20)
+
+    def end_steps(self) -> None:
+        """Tells what the script has left, as Slurm does, and waits for its end."""
+
+        def is_gone() -> bool:
+            try:
+                os.killpg(self.process.pid, 0)
+            except ProcessLookupError:
+                return True
+            return False
+
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        self.until(is_gone)
 
     @property
     def requeued(self) -> list[str]:
@@ -391,7 +424,8 @@ def left(folder: Path, state: str, *, in_order: bool = True) -> None:
 @pytest.mark.parametrize(
     ("state", "starts", "code"),
     [
-        ("finished", 0, 0),
+        ("finished", 0, 75),
+        ("finished", 1, 0),
         ("stopped", 0, 75),
         ("stopped", 24, 75),
         ("failed", 23, 75),
@@ -420,7 +454,8 @@ def test_a_worker_waits_for_the_head_that_goes_on_with_a_finished_run(tmp_path: 
     [
         ("stopped", 23, True, 75),
         ("stopped", 24, True, 2),
-        ("finished", 0, True, 0),
+        ("finished", 0, True, 75),
+        ("finished", 1, True, 0),
         ("running", 0, False, 2),
     ],
 )
@@ -457,12 +492,40 @@ def test_workers_of_one_job_wait_for_the_file_of_this_starts_head(tmp_path: Path
 
 
 def test_workers_of_one_job_that_lose_its_head_join_again(tmp_path: Path):
-    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False, joined="75")
+    # One of two has lost the head, whatever the other does.
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False, joined="75", tasks=2)
     staged.until((tmp_path / "up").exists)
     staged.join()
-    staged.until(lambda: len(staged.called()) >= 4)
+    staged.until(lambda: len(staged.called()) >= 6)
     assert {line.split()[0] for line in staged.called()[1:]} == {"join"}
     assert staged.end(0) == 0
+    staged.end_steps()
+
+
+def test_workers_of_one_job_that_end_with_its_run_do_not_join_again(tmp_path: Path):
+    staged = Staged(tmp_path, "gang.sbatch", 0, joins=False, tasks=2)
+    staged.until((tmp_path / "up").exists)
+    staged.join()
+    staged.until(lambda: len(staged.called()) == 3)
+    assert staged.end(0) == 0
+    staged.until((tmp_path / "tasks").exists)
+    staged.end_steps()
+    assert (tmp_path / "tasks").read_text().split() == ["0", "0"]
+    assert [line.split()[0] for line in staged.called()] == ["start", "join", "join"]
+
+
+def test_workers_of_one_job_that_slurm_ends_drain_and_do_not_join_again(tmp_path: Path):
+    staged = Staged(tmp_path, "gang.sbatch", 75, joins=False, tasks=2)
+    staged.until((tmp_path / "up").exists)
+    staged.join()
+    staged.until(lambda: (tmp_path / "up").read_text().split() == ["up"] * 3)
+    os.killpg(staged.process.pid, signal.SIGTERM)
+    assert staged.process.wait(20) == 75
+    staged.end_steps()
+    # A task that ended before its worker would cut off the drain.
+    assert (tmp_path / "tasks").read_text().split() == ["75", "75"]
+    assert (tmp_path / "told").read_text().split() == ["told"] * 3
+    assert [line.split()[0] for line in staged.called()] == ["start", "join", "join"]
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(1, []), (75, ["requeue 7"])])
@@ -477,11 +540,12 @@ def test_one_job_whose_head_ends_before_it_has_read_its_data_starts_no_workers(
 
 
 @pytest.mark.parametrize("file", ["head.sbatch", "rollout.sbatch"])
-def test_a_step_of_a_job_gets_its_cpus(tmp_path: Path, file: str):
-    # pyxis is a plug-in of srun, which asks for one CPU by itself.
-    staged = Staged(tmp_path, file, 0)
+@pytest.mark.parametrize("cpus", ["16", None])
+def test_a_step_of_a_job_gets_its_cpus(tmp_path: Path, file: str, cpus: str | None):
+    # pyxis is a plug-in of srun, which asks for one CPU by itself. A job that asks for no number has none.
+    staged = Staged(tmp_path, file, 0, cpus=cpus)
     assert staged.end(0) == 0
-    assert (tmp_path / "cpus").read_text() == "16\n"
+    assert (tmp_path / "cpus").read_text() == f"{cpus or 'none'}\n"
 
 
 def test_each_step_of_one_job_gets_the_cpus_of_its_part(tmp_path: Path):

@@ -154,6 +154,7 @@ def test_values_that_do_not_go_together_are_told(overrides: list[str], named: st
 
 def test_offline_training_does_not_mind_the_sampling():
     build("learner.source=offline", "rollout.top_p=0.9")
+    build("learner.source=offline", "rollout.group_size=1", "expert.per_group=1")
 
 
 def test_a_config_can_not_be_changed_once_read():

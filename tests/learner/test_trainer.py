@@ -423,7 +423,9 @@ def test_an_evaluation_that_comes_after_its_wait_is_told_and_not_kept(
     log = finish(run, launch(run, abandoned=0.5))
     assert "goes on without the evaluation held@4: no rollout worker has been there" in log
     said = (
-        "held/accuracy of step 4 is 0.5, which came when the learner had gone on to step 6 without"
+        "held/accuracy of step 4 is 0.5, which came when the learner had gone on to step 6 without it: it doesn't count "
+        f"for {run.folder.best}, since the learner no longer has its weights; if its checkpoint is kept, "
+        f"`tandem export {run.folder.path} --best held/accuracy` finds it"
     )
     assert log.count(said) == 1
     assert not run.folder.best.exists()

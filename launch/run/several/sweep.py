@@ -265,7 +265,8 @@ def _members(sweep: Sweep, preset: Preset, here: Machine) -> Iterator[Member]:
                         f"another folder for the sweep with --out"
                     )
                 if seed == sweep.seeds[0]:
-                    placement, _ = check_host(opening.config, here)
+                    anew = opening.kind is Kind.NEW
+                    placement, _ = check_host(opening.config, here, anew=anew)
                     gpus = placement.gpus
             except TandemError as error:
                 raise type(error)(f"{about}, seed {seed}: {error}") from None

@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tandem.common.config import Config
+from tandem.common.config import Config, to_yaml
 from tandem.common.errors import DataError
 from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import Episode, FinishReason, Source, Verdict
@@ -22,6 +22,8 @@ from tandem.common.run_folder import RunFolder
 from tandem.common.telemetry import Clock
 from tandem.launch.cli import main
 from tandem.launch.host.archive_check import check_archive
+from tandem.launch.run.opened.opening import open_folder
+from tandem.launch.run.opened.presets import load
 from tandem.learner.engine.critic import load_critic
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.loop.reporter import Reporter
@@ -354,12 +356,6 @@ def sized(config: Config, size: int, steps: int = STEPS) -> Config:
     )
 
 
-def read_first(config: Config, folder: Path) -> None:
-    fetch = ArchiveSource(config, folder).take(1, 1)
-    assert not isinstance(fetch, Waiting)
-    fetch()
-
-
 def test_the_group_size_is_that_of_the_archives_largest_groups(
     made_up: ModuleType, model: Path, tmp_path: Path
 ) -> None:
@@ -369,17 +365,12 @@ def test_the_group_size_is_that_of_the_archives_largest_groups(
     (traced / archive.file_name(2)).replace(folder / archive.file_name(2))
     config = config_of(made_up, folder, model, {"name": "dpo"})
     check_archive(sized(config, 5))
-    read_first(sized(config, 5), folder)
     check_archive(sized(config, 4, steps=1))
     for size in (2, 4, 6, 8):
         with pytest.raises(
             DataError, match=rf"groups of up to 5 .*={size}: set rollout\.group_size=5$"
         ):
             check_archive(sized(config, size))
-    with pytest.raises(
-        DataError, match=r"of step 1 has 4 rows, .*=3: set rollout\.group_size=4, and start over"
-    ):
-        read_first(sized(config, 3), folder)
 
 
 def test_rows_that_a_group_lacks_are_of_its_size(
@@ -403,7 +394,53 @@ def test_rows_that_a_group_lacks_are_of_its_size(
         made = dataclasses.replace(one, group=group, traces=traces, replaced=gone)
         archive.write(path, [made, dataclasses.replace(made, place=1)])
         check_archive(config)
-        read_first(config, folder)
+
+
+def test_a_run_that_began_with_another_size_goes_on_with_it(
+    made_up: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A resumed run can't change its group size. This one is refused for its objective, which is looked at later."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "archive", made_up, (1, 0, 1, 0), traces=False)
+    words = ["learner.source=offline", "data.archive=archive", "learner.objective.name=sft"]
+    assert main(["offline", "miniature", *words]) == DataError.exit_code
+    assert "set rollout.group_size=4" in capsys.readouterr().err
+    opening = open_folder(load("miniature"), words, fresh=False)
+    opening.folder.make()
+    opening.folder.config.write_text(to_yaml(opening.config))
+    opening.folder.write_run({**opening.run, "overrides": words, "state": "stopped"})
+    assert main(["offline", "miniature", *words]) == DataError.exit_code
+    assert "learner.objective.name=sft learns nothing" in capsys.readouterr().err
+
+
+def test_groups_of_nothing_have_no_size(made_up: ModuleType, model: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "archive", made_up, (1, 0, 1, 0), traces=False)
+    config = config_of(made_up, folder, model, {"name": "grpo"})
+    for path in sorted(folder.iterdir()):
+        one, _ = archive.read(path)
+        archive.write(path, [dataclasses.replace(one, group=replace(one.group, samples=()))])
+    check_archive(config)
+
+
+@pytest.mark.parametrize("traces", [1, 2])
+def test_an_archive_of_an_offline_run_takes_the_size_that_the_refusal_names(
+    made_up: ModuleType, tmp_path: Path, traces: int
+) -> None:
+    """Its groups have traces alone: of a pair two, and one otherwise."""
+    folder = tmp_path / "archive"
+    folder.mkdir()
+    (mixed,) = made_up.groups_of(1, step=0)
+    group = replace(mixed.group, samples=())
+    named = tuple(made_up.trace(number) for number in range(traces))
+    one = ArchivedGroup(step=1, place=0, group=group, traces=named, replaced=(), row=None)
+    archive.write(folder / archive.file_name(1), [one])
+    preset, words = load("miniature-sft"), [f"data.archive={folder}"]
+    with pytest.raises(DataError, match=r"set rollout\.group_size=") as refusal:
+        check_archive(preset.resolve(words))
+    check_archive(preset.resolve([*words, str(refusal.value).rpartition("set ")[2]]))
 
 
 def test_the_refusal_names_those_that_would_learn_and_nothing_is_started(
