@@ -85,7 +85,7 @@ class SourceCounts:
                 self.earlier_answers,
                 "rows' earlier answers (only the last one of each row is learned from)",
             ),
-            (self.unused_tools, "rows' tools (the prompt doesn't show them)"),
+            (self.unused_tools, "rows' tools (only turns=all renders that column)"),
             (self.unfit_logprobs, "traces whose log-probs aren't one a token (taken off)"),
             *((n, f"traces graded {verdict}") for verdict, n in self.refused_traces.items()),
             (self.unpaid_traces, "traces graded correct and paid nothing (is a gate closed?)"),

@@ -280,7 +280,10 @@ class SourceReader:
             if has_tests or draft.judged or not (draft.gold or self._grades):
                 kept.append(draft)
             elif not draft.gold:
-                leave_out(self._config, draft, counts, "no gold answer", "it has no gold answer")
+                needed = "gold answer"
+                if trains_on_traces(self._config):
+                    needed += " and no response that is learned from"
+                leave_out(self._config, draft, counts, f"no {needed}", f"it has no {needed}")
             elif draft.gold in bad:
                 what = f"the gold answer {draft.gold[:60]!r} can't be parsed"
                 leave_out(self._config, draft, counts, "gold answers unreadable", what)

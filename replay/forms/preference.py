@@ -136,7 +136,7 @@ FORM = Form(
     name="preference",
     about="chosen/rejected, with or without a prompt, as for DPO",
     columns=(("chosen", "rejected"),),
-    also=(*WITH_PROMPT, HISTORY, *GOLDS, *SOURCES),
+    also=(*PROMPTS, *GOLDS, *SOURCES),
     read=read,
     write=write,
 )

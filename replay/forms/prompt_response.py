@@ -43,8 +43,6 @@ from .row import (
 )
 
 PROMPTS = ("prompt", "instruction", "query")
-BEFORE = (SYSTEM, HISTORY)
-"""Columns with what stands before the question."""
 RESPONSES = ("response", "completion", "output")
 
 
@@ -87,7 +85,7 @@ FORM = Form(
     name="prompt_response",
     about="prompt/response, prompt/completion, instruction/output",
     columns=tuple((asked, answered) for asked in PROMPTS for answered in RESPONSES),
-    also=(*GOLDS, *SOURCES, *BEFORE, "ability"),
+    also=(*GOLDS, *SOURCES, "ability"),
     read=read,
     write=write,
 )

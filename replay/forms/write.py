@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ...common.errors import ConfigError, DataError
 from . import FORMS, form_of, named_form
 from .form import Form
-from .row import Content, RowError
+from .row import HISTORY, SYSTEM, Content, RowError
 
 ELEMENT = "[]"
 """Stands for the elements of a list in the path of a value."""
@@ -46,6 +46,7 @@ class RowWriter:
         self._made = self.path.with_name(f".{self.path.name}.made")
         self._file: TextIO | None = None
         taken = {n for form in FORMS for n in (*chain(*form.columns), *form.also)}
+        taken |= {SYSTEM, HISTORY}
         of_extra = self.form.of_extra
         # Rows of every form name their environment in one column.
         self._taken = taken - {*of_extra, "environment"} if of_extra is not None else set()
@@ -78,14 +79,17 @@ class RowWriter:
     def _row(self, content: Content) -> dict[str, Any]:
         """A row that is known by its columns in the file, and reads as the content."""
         assert self.form.write is not None
-        # In every row alike, so that a column of the file means one thing.
-        extra = {
-            f"extra_{name}" if name in self._taken else name: value
-            for name, value in content.extra.items()
-        }
-        columns = self.form.write(replace(content, extra=extra))
-        found = self._read_back(columns, content)
-        if found is None:
+        # In every row alike, so that a column of the file means one thing; but a reward finds what it needs by its names.
+        for taken in (self._taken - {"nums", "target"}, self._taken):
+            extra = {
+                f"extra_{name}" if name in taken else name: value
+                for name, value in content.extra.items()
+            }
+            columns = self.form.write(replace(content, extra=extra))
+            found = self._read_back(columns, content)
+            if found is not None:
+                break
+        else:
             self.form.read(columns)  # Its own error says more.
             what = f"would be read as another one than it is, written as {self.form.name}"
             raise RowError("row", columns, what, "write it in another form")

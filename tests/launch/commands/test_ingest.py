@@ -246,6 +246,17 @@ def test_a_column_is_renamed_in_all_rows_or_in_none(here: Path) -> None:
             }
 
 
+@pytest.mark.parametrize("form", ["prompt", "question_answer", "prompt_response", "conversation"])
+def test_the_columns_of_countdown_keep_their_names(form: str, here: Path) -> None:
+    """The reward component `equation` finds them by these."""
+    solved = {"prompt": "Make 3.", "response": "1+2", "gold": "3"}
+    said = solved if form == "prompt_response" else {}
+    write_lines(here / "a.jsonl", [{**said, "nums": [1, 2], "target": 3}])
+    assert main(["ingest", "a.jsonl", "--write", "b.jsonl", "--as", form]) == 0
+    (row,) = read_rows(here / "b.jsonl")
+    assert (row.content.extra["nums"], row.content.extra["target"]) == ([1, 2], 3)
+
+
 def test_a_column_like_the_responses_does_not_take_its_place(here: Path) -> None:
     said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "RIGHT"}]
     more = dict.fromkeys(("completion", "response", "output", "solution", "target"), "OTHER")

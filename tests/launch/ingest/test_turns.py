@@ -221,6 +221,8 @@ def test_a_last_answer_of_weight_0_leaves_the_problem_without_a_response() -> No
     assert not any("weight" in str(problem.extra) for problem in problems)
     assert [trace.problem_id for trace in traces] == ["a/0", "a/2"]
     assert not counts.bad_rows.counts
+    _, _, counts = read(tok, {"messages": [asked, {**answer, "weight": 0}]}, rows[0])
+    assert counts.bad_rows.counts == {"no gold answer and no response that is learned from": 1}
     sharegpt = {"conversations": [{"from": "human", "value": "1+1?"}, shared], "gold": "2"}
     problems, traces, _ = read(tok, sharegpt)
     assert (len(problems), traces) == (1, [])
@@ -349,7 +351,7 @@ def test_tools_that_no_prompt_shows_are_told_of() -> None:
     rows = [{"messages": CHAT[:3], "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [], "")]
     problems, _, counts = read(tok, *rows)
     assert not any("multiply" in problem.prompt_text for problem in problems)
-    assert "2 rows' tools (the prompt doesn't show them)" in str(counts)
+    assert "2 rows' tools (only turns=all renders that column)" in str(counts)
     # Whether a row has a response or not, whatever its form, and none beyond the limit.
     asked = [{"messages": CHAT[:2], "tools": TOOLS, "gold": "22"}] * 2
     for turns in ("last", "all"):

@@ -637,3 +637,22 @@ def test_olympiad_bench_has_its_answer_in_a_list_of_one(tmp_path: Path):
     path = write_lines(tmp_path / "a.jsonl", [row])
     (found,) = all_of(path, "question_answer")
     assert (found.content.gold, found.content.target) == ("$4$", None)
+
+
+@pytest.mark.parametrize("column", ["system", "history"])
+def test_what_stands_before_the_question_does_not_tell_the_form(column: str) -> None:
+    """The columns with what stands before a question say nothing of what follows it."""
+    asked = "\n\nHuman: q\n\nAssistant:"
+    rows: list[dict[str, Any]] = [
+        {"chosen": f"{asked} a", "rejected": f"{asked} b"},
+        {"prompt": "q", "response": "r", "answer": "4"},
+        {"question": "q", "answer": "so\n#### 4", "prompt": "q", "response": "r"},
+    ]
+    for row in rows:
+        found = []
+        for columns in (row, {**row, column: []}):
+            try:
+                found.append(form_of(Path("a.jsonl"), columns).name)
+            except DataError:
+                found.append("several")
+        assert found[0] == found[1]
