@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..import_path import is_import_path
 from .section import NonNegative, Positive, Seconds, Section
@@ -115,6 +116,14 @@ class AppWorldEnvironment(_Environment):
     """AppWorld's server."""
     command: str
     """Command that starts a server; ``{port}`` is replaced."""
+
+    @field_validator("command")
+    @classmethod
+    def _command(cls, command: str) -> str:
+        if not shlex.split(command):
+            raise ValueError("it names no program")
+        return command
+
     root: str | None = None
     """Folder with AppWorld's ``data``; None = the working directory."""
     max_interactions: Positive = 30

@@ -161,8 +161,10 @@ def _scorer_urls(reward: RewardConfig) -> list[str]:
 
 
 def _may_be_service(host: str) -> bool:
-    """Whether a host's name can be that of a Service of the cluster. A colon is an IPv6 address's."""
-    return host.endswith((".svc", ".svc.cluster.local")) or not set(host) & set(".:")
+    """Whether a host's name can be that of a Service of the cluster, alone or with its namespace. A colon is an IPv6
+    address's."""
+    short = host.count(".") <= 1 and ":" not in host and host != "localhost"
+    return short or ".svc." in f"{host}."
 
 
 def _run(job: Job) -> str:

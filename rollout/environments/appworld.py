@@ -37,8 +37,7 @@ MOST_CLAIMS = 100
 """Ports that are tried until one is no other episode's."""
 MOST_BYTES = 32 << 20
 """Longest answer that is read."""
-CODE_TAG = re.compile(r"<code>((?:(?!\n<code>).)*?)(?:</code>|\Z)", re.DOTALL)
-"""An opening tag that begins a line is the code's, since an answer may speak of the tag before it uses it."""
+OPENING, CLOSING = "<code>", "</code>"
 FENCE = re.compile(r"```[ \t]*(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 THINKING, THOUGHT = "<think>", "</think>"
 
@@ -276,13 +275,18 @@ def code_of(text: str) -> str | None:
     What was thought before doesn't count, nor does what begins in a thought that was cut off.
     """
     said = text.rpartition(THOUGHT)[2]
-    forms = (form.search(said) for form in (CODE_TAG, FENCE))
-    found = next((one for one in forms if one and THINKING not in said[: one.start()]), None)
-    if found is None:
-        return None
-    code = found[1].strip()
-    fenced = FENCE.fullmatch(code)
-    return (fenced[1].strip() if fenced else code) or None
+    sure = said.find(THINKING) if THINKING in said else len(said)
+    start, fenced = said.find(OPENING), FENCE.search(said)
+    if 0 <= start < sure:
+        end = said.find(CLOSING, start)
+        end = len(said) if end < 0 else end
+        # An answer may speak of the tag before it uses it, at the beginning of a line.
+        used = start == 0 or said[start - 1] == "\n"
+        start = start if used else max(start, said.rfind("\n" + OPENING, start, end) + 1)
+        code = said[start + len(OPENING) : end].strip()
+        fenced = FENCE.fullmatch(code)
+        return (fenced[1].strip() if fenced else code) or None
+    return fenced[1].strip() or None if fenced and fenced.start() < sure else None
 
 
 def share_passed(found: Any) -> float:

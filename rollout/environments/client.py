@@ -453,6 +453,10 @@ class EnvironmentClient:
     async def _look(self) -> None:
         found = await asyncio.to_thread(self._servers)
         if found is None:
+            # Those that were missed before everybody was aren't gone either.
+            for link in self._links.values():
+                link.absences = 0
+            self._change.set()
             return
         wanted = {address.member: address for address in found}
         now = time.monotonic()

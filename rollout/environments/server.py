@@ -303,22 +303,22 @@ def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
     settings = spec.model_dump(mode="json")
     if isinstance(spec, AppWorldEnvironment):
         del settings["form"]
+        program, *rest = shlex.split(spec.command)
+        reads = [Path(word.rpartition("=")[2]) for word in rest if "/" in word]
+        if (found := shutil.which(program)) is not None:
+            # Not resolved: the Python of a virtual environment is a link, and its neighbours aren't those of its target.
+            path = Path(found).absolute()
+            reads += [path, path.with_name("python")]
+            # Its processes have working folders of their own.
+            settings["command"] = shlex.join([str(path), *rest])
+        loaded = {"form": "text", "target": APPWORLD, "params": settings}
         root = Path(spec.root or ".").absolute()
-        # Its processes have working folders of their own.
-        settings["root"] = str(root)
-        found = shutil.which(next(iter(shlex.split(spec.command)), ""))
-        # Not resolved: the Python of a virtual environment is a link, and its neighbours aren't those of its target.
-        path = None if found is None else Path(found).absolute()
-        program = [] if path is None else [path, path.with_name("python")]
-        loaded = {
-            "form": "text",
-            "target": APPWORLD,
-            "params": settings,
-            "reads": [str(root), *(str(p) for p in (root / "data", *program) if os.path.exists(p))],
-        }
-        # A command may say itself where AppWorld's root is, and then AppWorld writes nothing in the working directory.
+        # A command may say itself where AppWorld's root is, and then AppWorld has nothing to do with the working directory.
         if spec.root is not None or os.path.exists(root / "data/tasks"):
+            settings["root"] = str(root)
             loaded["outputs"] = str(root / "experiments/outputs")
+            reads += [root, root / "data"]
+        loaded["reads"] = [str(path) for path in reads if os.path.exists(path)]
         return loaded
     return settings
 
@@ -335,21 +335,19 @@ def check_folders(name: str, loaded: Mapping[str, Any]) -> None:
     """
     if loaded.get("target") != APPWORLD:
         return
-    key, root, outputs = (
-        f"environments.use.{name}.root",
-        loaded["params"]["root"],
-        loaded.get("outputs"),
-    )
+    key, root = f"environments.use.{name}.root", loaded["params"]["root"]
+    if root is None:
+        return
     try:
         os.stat(root)
     except OSError as error:
         raise ConfigError(
             f"{key}: {root} can't be found ({error.strerror}): set it to the folder with AppWorld's data"
         ) from None
+    outputs = loaded["outputs"]
     try:
-        if outputs is not None:
-            os.makedirs(outputs, exist_ok=True)
-            os.rmdir(tempfile.mkdtemp(dir=outputs))
+        os.makedirs(outputs, exist_ok=True)
+        os.rmdir(tempfile.mkdtemp(dir=outputs))
     except OSError as error:
         why = f"{key}: no folder can be made in {outputs} ({error.strerror})"
         if error.errno in disk.FULL:

@@ -265,7 +265,8 @@ def test_no_server_is_lost_while_nobody_is_in_the_registry(
         def silent() -> Any:
             nonlocal looks
             looks += 1
-            return environment_client.servers_in(nobody)
+            # Its own heartbeat may be older than everybody else's.
+            return [] if looks == 1 else environment_client.servers_in(nobody)
 
         playing.client._servers = silent
         async with asyncio.timeout(20):

@@ -193,12 +193,20 @@ def test_a_command_that_ends_at_once_is_told(tmp_path: Path) -> None:
         ("```\ngood()\n```\n<think>or <code>bad()</code>", "good()"),
         ("<code>s='<code>'\nprint(s)</code>", "s='<code>'\nprint(s)"),
         ("First <code>print(1)</code>\n<code>print(2)</code>", "print(1)"),
+        ("Now:\n<code>s='\n<code>\n'\nprint(s)</code>", "s='\n<code>\n'\nprint(s)"),
+        ("x<code>" * 50_000 + "\n<code>print(1)", "print(1)"),
         ("print(1)", None),
         ("<code> </code>", None),
     ],
 )
 def test_the_code_of_an_answer(answer: str, code: str | None) -> None:
     assert code_of(answer) == code
+
+
+def test_a_command_that_cannot_be_read_is_refused() -> None:
+    for command, why in (("serve 'x {port}", "No closing quotation"), (" ", "names no program")):
+        with pytest.raises(ValueError, match=why):
+            AppWorldEnvironment(command=command)
 
 
 def test_what_is_no_evaluation_is_no_reward() -> None:
@@ -241,8 +249,17 @@ def test_a_program_may_be_named_from_the_working_directory(
 ) -> None:
     (tmp_path / "venv/bin").mkdir(parents=True)
     (tmp_path / "venv/bin/python").symlink_to(sys.executable)
+    (tmp_path / "world").mkdir()
     monkeypatch.chdir(tmp_path)
-    started(AppWorldEnvironment(command=f"venv/bin/python {STANDIN} {{port}}", root=str(tmp_path)))
+    spec = AppWorldEnvironment(command=f"venv/bin/python {STANDIN} {{port}}", root="world")
+    started(spec)
+    loaded = hosted(spec)
+    assert loaded is not None
+    one = AppWorld(**loaded["params"])
+    try:
+        one.reset({"task_id": "sum_1"})
+    finally:
+        one.close()
 
 
 @pytest.mark.parametrize("root", [None, ".", "world"])
@@ -251,6 +268,7 @@ def test_the_root_is_told_from_where_the_server_starts(
 ) -> None:
     (tmp_path / "world").mkdir()
     (tmp_path / "own").mkdir()
+    (tmp_path / "data/tasks").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     loaded = hosted(AppWorldEnvironment(command=COMMAND, root=root))
     assert loaded is not None
@@ -262,7 +280,7 @@ def test_the_root_is_told_from_where_the_server_starts(
     finally:
         one.close()
     assert (tmp_path / (root or ".") / "experiments/outputs/of_one/tasks/sum_1").is_dir()
-    assert loaded["reads"][0] == str(tmp_path / (root or "."))
+    assert str(tmp_path / (root or ".")) in loaded["reads"]
 
 
 def test_nothing_is_written_into_a_working_directory_that_isnt_appworlds(
@@ -271,9 +289,16 @@ def test_nothing_is_written_into_a_working_directory_that_isnt_appworlds(
     """The command says itself where AppWorld's root is."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    spec = AppWorldEnvironment(command=f"env APPWORLD_ROOT=/elsewhere {COMMAND}")
+    (tmp_path / "elsewhere").mkdir()
+    spec = AppWorldEnvironment(command=f"env APPWORLD_ROOT={tmp_path}/elsewhere {COMMAND}")
+    loaded = hosted(spec)
+    assert loaded is not None
+    assert loaded["params"]["root"] is None
+    # What the processes may have to read, wherever it stands in the command.
+    assert {str(tmp_path / "elsewhere"), str(STANDIN)} < set(loaded["reads"])
+    assert str(tmp_path) not in loaded["reads"]
     started(spec)
-    assert [one.name for one in tmp_path.iterdir()] == ["data"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["data", "elsewhere"]
     (tmp_path / "data/tasks").mkdir()
     started(spec)
     assert (tmp_path / "experiments/outputs").is_dir()
