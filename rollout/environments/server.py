@@ -303,8 +303,9 @@ def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
     settings = spec.model_dump(mode="json")
     if isinstance(spec, AppWorldEnvironment):
         del settings["form"]
+        root = Path(spec.root or ".").absolute()
         program, *rest = shlex.split(spec.command)
-        reads = [Path(word.rpartition("=")[2]) for word in rest if "/" in word]
+        reads = [root / word.rpartition("=")[2] for word in rest if "/" in word]
         if (found := shutil.which(program)) is not None:
             # Not resolved: the Python of a virtual environment is a link, and its neighbours aren't those of its target.
             path = Path(found).absolute()
@@ -312,7 +313,6 @@ def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
             # Its processes have working folders of their own.
             settings["command"] = shlex.join([str(path), *rest])
         loaded = {"form": "text", "target": APPWORLD, "params": settings}
-        root = Path(spec.root or ".").absolute()
         # A command may say itself where AppWorld's root is, and then AppWorld has nothing to do with the working directory.
         if spec.root is not None or os.path.exists(root / "data/tasks"):
             settings["root"] = str(root)

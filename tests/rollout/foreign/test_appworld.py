@@ -251,10 +251,16 @@ def test_a_program_may_be_named_from_the_working_directory(
     (tmp_path / "venv/bin/python").symlink_to(sys.executable)
     (tmp_path / "world").mkdir()
     monkeypatch.chdir(tmp_path)
-    spec = AppWorldEnvironment(command=f"venv/bin/python {STANDIN} {{port}}", root="world")
+    for place in ("serve.py", "world/serve.py"):
+        (tmp_path / place).symlink_to(STANDIN)
+    # A server is started in the root.
+    spec = AppWorldEnvironment(command="venv/bin/python ./serve.py {port}", root="world")
     started(spec)
     loaded = hosted(spec)
     assert loaded is not None
+    # Its process looks at these from a folder of its own.
+    assert str(tmp_path / "world/serve.py") in loaded["reads"]
+    assert all(path.startswith("/") for path in loaded["reads"])
     one = AppWorld(**loaded["params"])
     try:
         one.reset({"task_id": "sum_1"})
