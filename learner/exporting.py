@@ -251,8 +251,10 @@ def _both_or_none(model: Path) -> Iterator[None]:
 
 
 def _require_free(place: Path, *, adapters: bool) -> None:
-    taken = place if place.exists() else adapter_folder(place) if adapters else None
-    if taken is not None and taken.exists():
+    taken = place
+    if adapters and not place.exists():
+        taken = adapter_folder(place)
+    if taken.exists():
         raise DataError(f"{taken} already exists: name another folder with --out")
 
 

@@ -116,14 +116,6 @@ class AppWorldEnvironment(_Environment):
     """AppWorld's server."""
     command: str
     """Command that starts a server; ``{port}`` is replaced."""
-
-    @field_validator("command")
-    @classmethod
-    def _command(cls, command: str) -> str:
-        if not shlex.split(command):
-            raise ValueError("it names no program")
-        return command
-
     root: str | None = None
     """Folder with AppWorld's ``data``; None = the working directory."""
     max_interactions: Positive = 30
@@ -132,6 +124,13 @@ class AppWorldEnvironment(_Environment):
     """Whether an episode is a single answer with all of the code, which is evaluated in any case."""
     suffix: str = ""
     """What the message with the task ends in, such as `` /no_think``, by which Qwen3 answers without thoughts."""
+
+    @field_validator("command")
+    @classmethod
+    def _command(cls, command: str) -> str:
+        if not shlex.split(command):
+            raise ValueError("it names no program")
+        return command
 
 
 AnyEnvironment = Annotated[

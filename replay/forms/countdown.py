@@ -13,6 +13,8 @@ from .form import Form
 from .row import Content, RowError, first_of, has_64_bits, needed, question
 
 NUMBERS = ("nums", "numbers")
+MADE = ("nums", "target")
+"""The columns that the reward component reads."""
 
 
 def read(row: Mapping[str, Any]) -> Content:
@@ -49,7 +51,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def write(content: Content) -> dict[str, Any]:
-    return {name: needed(content.extra.get(name), name, "countdown") for name in ("nums", "target")}
+    return {name: needed(content.extra.get(name), name, "countdown") for name in MADE}
 
 
 FORM = Form(
@@ -58,5 +60,5 @@ FORM = Form(
     columns=tuple((column, "target") for column in NUMBERS),
     read=read,
     write=write,
-    of_extra=("nums", "target"),
+    of_extra=MADE,
 )

@@ -16,14 +16,11 @@ from typing import Any
 from .form import Form
 from .row import (
     GOLDS,
-    HISTORY,
     SOURCES,
-    SYSTEM,
     Content,
     Message,
     RowError,
     as_prompt,
-    earlier_turns,
     first_of,
     gold_of,
     instruction,
@@ -35,11 +32,10 @@ from .row import (
     question,
     source_of,
     text,
-    with_system,
+    with_history,
 )
 
 PROMPTS = ("prompt", "question", "instruction", "input")
-WITH_PROMPT = (*PROMPTS, SYSTEM)
 
 
 def read(row: Mapping[str, Any]) -> Content:
@@ -58,11 +54,12 @@ def read(row: Mapping[str, Any]) -> Content:
     if not asked:
         raise RowError("prompt", None, "is missing", "both responses have to begin with it, else")
     check_pair(chosen, rejected)
-    used = (*WITH_PROMPT, "context") if row.get("instruction") is not None else WITH_PROMPT
-    before = earlier_turns(row, None if common else first_of(row, PROMPTS))
-    used = used if before is None else (*used, HISTORY)
+    whole, before = with_history(row, None if common else first_of(row, PROMPTS), asked)
+    used = (*PROMPTS, *before)
+    if row.get("instruction") is not None:
+        used = (*used, "context")
     return Content(
-        prompt=with_system(row, (*(before or ()), *asked)),
+        prompt=whole,
         gold=gold_of(row),
         target=chosen,
         rejected=rejected,

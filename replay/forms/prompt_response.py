@@ -22,14 +22,11 @@ from typing import Any
 from .form import Form
 from .row import (
     GOLDS,
-    HISTORY,
     SOURCES,
-    SYSTEM,
     Content,
     RowError,
     ability,
     as_prompt,
-    earlier_turns,
     first_of,
     gold_of,
     instruction,
@@ -39,7 +36,7 @@ from .row import (
     prompt,
     response,
     source_of,
-    with_system,
+    with_history,
 )
 
 PROMPTS = ("prompt", "instruction", "query")
@@ -56,15 +53,14 @@ def read(row: Mapping[str, Any]) -> Content:
     if answered is None:
         raise RowError("response", None, "is missing", "give the row a response")
     last = instruction(row) if asked == "instruction" else prompt(row, asked)
-    before = earlier_turns(row, asked)
-    used = used if before is None else (*used, HISTORY)
+    whole, before = with_history(row, asked, last)
     return Content(
-        prompt=with_system(row, (*(before or ()), *last)),
+        prompt=whole,
         gold=gold_of(row),
         target=response(row, answered),
         data_source=source_of(row),
         ability=ability(row),
-        extra=others(row, (*PROMPTS, *RESPONSES, *GOLDS, *SOURCES, *used, SYSTEM, "ability")),
+        extra=others(row, (*PROMPTS, *RESPONSES, *GOLDS, *SOURCES, *used, *before, "ability")),
     )
 
 

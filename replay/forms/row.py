@@ -225,20 +225,31 @@ def with_system(row: Mapping[str, Any], asked: tuple[Message, ...]) -> tuple[Mes
     return (Message(role="system", content=system), *asked)
 
 
-def earlier_turns(row: Mapping[str, Any], asked: str | None) -> tuple[Message, ...] | None:
-    """The earlier turns that LLaMA-Factory has in ``history``, beside the last question: ``[question, answer]`` each.
+def with_history(
+    row: Mapping[str, Any], column: str | None, asked: tuple[Message, ...]
+) -> tuple[tuple[Message, ...], tuple[str, ...]]:
+    """A prompt behind its system message and the earlier turns that LLaMA-Factory has in ``history``, ``[question,
+    answer]`` each.
 
     Args:
         row: a row.
-        asked: its column with the question; None without one.
+        column: its column with the question; None without one.
+        asked: the question.
 
     Returns:
-        None if the column holds something else, or the question is a list of messages, which has them already.
+        The whole prompt, and the columns that stand before the question. ``history`` isn't among them if it holds
+        something else, or if the question is a list of messages, which has the turns already.
     """
+    turns = _earlier_turns(row, column)
+    used = (SYSTEM,) if turns is None else (SYSTEM, HISTORY)
+    return with_system(row, (*(turns or ()), *asked)), used
+
+
+def _earlier_turns(row: Mapping[str, Any], column: str | None) -> tuple[Message, ...] | None:
     turns = _from_json(row.get(HISTORY))
     if _is_blank(turns) or turns in ([], {}):
         return ()
-    has_messages = asked is None or isinstance(row[asked], list)
+    has_messages = column is None or isinstance(row[column], list)
     if has_messages or not isinstance(turns, list) or not all(map(_is_turn, turns)):
         return None
     return tuple(

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from msgspec.structs import replace
 
 from ...common.errors import ConfigError, DataError
-from . import FORMS, form_of, named_form
+from . import FORMS, countdown, form_of, named_form
 from .form import Form
 from .row import HISTORY, SYSTEM, Content, RowError
 
@@ -80,7 +80,7 @@ class RowWriter:
         """A row that is known by its columns in the file, and reads as the content."""
         assert self.form.write is not None
         # In every row alike, so that a column of the file means one thing; but a reward finds what it needs by its names.
-        for taken in (self._taken - {"nums", "target"}, self._taken):
+        for taken in (self._taken - set(countdown.MADE), self._taken):
             extra = {
                 f"extra_{name}" if name in taken else name: value
                 for name, value in content.extra.items()

@@ -270,13 +270,18 @@ def test_no_more_steps_are_looked_at_than_a_run_may_be_idle(
         check_archive(config.model_copy(update={"learner": short}))
 
 
+def with_sections(config: Config, **sections: dict[str, Any]) -> Config:
+    """The config with other settings in some of its sections, unchecked."""
+    made = {name: getattr(config, name).model_copy(update=new) for name, new in sections.items()}
+    return config.model_copy(update=made)
+
+
 def with_limits(config: Config, prompts: int, responses: int, steps: int = STEPS) -> Config:
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(update={"max_prompt_tokens": prompts}),
-            "rollout": config.rollout.model_copy(update={"max_new_tokens": responses}),
-            "run": config.run.model_copy(update={"steps": steps}),
-        }
+    return with_sections(
+        config,
+        data={"max_prompt_tokens": prompts},
+        rollout={"max_new_tokens": responses},
+        run={"steps": steps},
     )
 
 
@@ -348,12 +353,7 @@ def test_the_longest_rows_of_all_steps_of_the_run_must_fit(
 
 
 def sized(config: Config, size: int, steps: int = STEPS) -> Config:
-    return config.model_copy(
-        update={
-            "rollout": config.rollout.model_copy(update={"group_size": size}),
-            "run": config.run.model_copy(update={"steps": steps}),
-        }
-    )
+    return with_sections(config, rollout={"group_size": size}, run={"steps": steps})
 
 
 def test_the_group_size_is_that_of_the_archives_largest_groups(
