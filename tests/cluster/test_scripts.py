@@ -326,6 +326,12 @@ class Staged:
 
     def end_steps(self) -> None:
         """Tells what the script has left, as Slurm does, and waits for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        self.wait_for_steps()
+
+    def wait_for_steps(self) -> None:
+        """Waits for the end of what the script has left."""
 
         def is_gone() -> bool:
             try:
@@ -334,8 +340,6 @@ class Staged:
                 return True
             return False
 
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
         self.until(is_gone)
 
     @property
@@ -521,7 +525,8 @@ def test_workers_of_one_job_that_slurm_ends_drain_and_do_not_join_again(tmp_path
     staged.until(lambda: (tmp_path / "up").read_text().split() == ["up"] * 3)
     os.killpg(staged.process.pid, signal.SIGTERM)
     assert staged.process.wait(20) == 75
-    staged.end_steps()
+    # They have been told already, and may still drain.
+    staged.wait_for_steps()
     # A task that ended before its worker would cut off the drain.
     assert (tmp_path / "tasks").read_text().split() == ["75", "75"]
     assert (tmp_path / "told").read_text().split() == ["told"] * 3
