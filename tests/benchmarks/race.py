@@ -11,7 +11,7 @@ It makes an environment for TRL (in ``runs/race/``), with the torch and transfor
   the miniature's easy setting with its shipped base model.
 
 Prompts, rewards, group size, limits, optimizer, loss and dtype are the same, and so is the learning rate of the sums. Each
-side is first run with a few settings, and its fastest ones race: threads and engine, by the samples a second of the sums, and
+side is first run with a few settings, and its fastest ones race: threads, workers and engine, by the samples a second of the sums, and
 then the chains' learning rate, by the time to 80% with seeds that don't race (``--no-search`` takes the usual winners). What
 other processes of the machine used meanwhile is printed beside every figure. ``--page`` also writes a page with a plot.
 
@@ -59,11 +59,18 @@ SEARCH_STEPS = 9
 CHAIN_RATES = (3e-4, 6e-4, 1e-3)
 """Learning rates of the chains among which each side's is searched."""
 SEARCH_SEEDS = (101, 102, 103)
+TWO_WORKERS = (
+    "learner.threads=2",
+    "rollout.workers=2",
+    f"rollout.groups_per_batch={work.GROUPS // 2}",
+)
+"""Half of a step's groups for each of two workers."""
 TANDEM_CHOICES: Sequence[tuple[str, ...]] = (
     (),
     ("learner.threads=2",),
     ("rollout.threads=2",),
     ("learner.threads=2", "rollout.threads=2"),
+    TWO_WORKERS,
 )
 """Settings among which Tandem's are searched; the first is how it comes."""
 TRL_CHOICES: Sequence[dict[str, Any]] = (
@@ -442,7 +449,10 @@ def main() -> None:
     track = Track(options.dir.absolute())
     track.prepare(trl=not options.no_trl)
     tandems = {
-        arm: (f"replay.max_staleness={staleness}", "learner.threads=2")
+        arm: (
+            f"replay.max_staleness={staleness}",
+            *(("learner.threads=2",) if staleness else TWO_WORKERS),
+        )
         for arm, staleness in ARMS.items()
     }
     choice, rates = dict(TRL_CHOICES[0]), dict.fromkeys(("Tandem", "TRL"), work.CHAINS_RATE)
