@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import DataError
 from ...common.memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 POLICY = "engine"
 """DeepSpeed's name of the policy in such a checkpoint, which no other one has."""
@@ -40,3 +43,10 @@ def load_former(
     if path is None:
         raise DataError(f"{folder} has no {tag}")
     return dict(kept)
+
+
+def restore_policy(src: dict[str, Tensor], dst: nn.Module) -> None:
+    """Loads a policy's parameters. Tandem 0.1.0 kept the output matrix twice, the second time under ``head``."""
+    dst.load_state_dict(
+        {name: tensor for name, tensor in src.items() if not name.startswith("head.")}
+    )

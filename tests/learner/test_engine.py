@@ -332,6 +332,11 @@ def test_after_a_load_the_next_updates_are_the_same_to_the_bit(
         assert found == expected
 
 
+def with_second_head(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """Tandem 0.1.0, which had no adapters, kept the output matrix under a second name, too."""
+    state[f"{prefix}head.weight"] = state[f"{prefix}model.lm_head.weight"]
+
+
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (3, "bfloat16")])
 def test_a_checkpoint_of_deepspeeds_own_form_still_goes_on_to_the_bit(
@@ -352,6 +357,8 @@ def test_a_checkpoint_of_deepspeeds_own_form_still_goes_on_to_the_bit(
     engine = engines(stage, dtype=dtype, lora=lora)
     engine.update(micros, objective, scalars, lr=1e-3)
     random = {"torch_rng": torch.get_rng_state()}
+    if lora is None:
+        engine.policy.register_state_dict_post_hook(with_second_head)
     engine._engine.save_checkpoint(
         str(tmp_path),
         tag="engine",
