@@ -23,7 +23,7 @@ EVALUATION_FAILURES = 5
 FAILED_SECONDS = 2.0
 """Time after a failed attempt during which nobody claims the evaluation."""
 JOB = "job:"
-"""Beginning of the ids of evaluations that are no run's own."""
+"""Beginning of the ids of evaluations that are no run's own, and of the names of their sets."""
 
 
 class EvaluationJob(Record, frozen=True, kw_only=True):
@@ -284,9 +284,8 @@ class EvaluationStore:
         self.store.persist(f"the end of {id_}", forget)
 
     def forget_set(self, name: str) -> None:
-        """Removes a held-out set."""
+        """Removes the held-out set of jobs."""
         self.store.call("delete", self.store.key(f"eval:{name}"))
-        self.store.call("srem", self.store.key("eval_sets"), name)
 
 
 _OF_JOB = (

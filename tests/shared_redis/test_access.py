@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from shared_servers import USER, allow, in_scripts, joined
+from shared_servers import USER, allow, in_python, in_scripts, joined
 
 from tandem.common.errors import HeldError, StoreError
+from tandem.common.records import Problem
 from tandem.common.run_folder import JoinInfo
 from tandem.launch.host import existing_redis, redis_server
 from tandem.replay.access import COMMANDS, Denied, denied, rule
 from tandem.replay.connection import connect
+from tandem.replay.ledger import Ledger
 from tandem.replay.members import Members
 from tandem.replay.store import RunStore
 
@@ -58,6 +61,11 @@ def test_the_rule_has_every_command_of_every_script() -> None:
     assert in_scripts() <= COMMANDS.keys()
 
 
+def test_the_rule_has_every_command_that_the_rooms_send_themselves() -> None:
+    assert len(in_python()) > 20
+    assert in_python() <= COMMANDS.keys()
+
+
 def test_the_rule_suffices_and_what_it_forbids_is_told(any_server: Any) -> None:
     join = joined(any_server, db=3, password=allow(any_server))
     server = check(join)
@@ -69,6 +77,23 @@ def test_the_rule_suffices_and_what_it_forbids_is_told(any_server: Any) -> None:
         # CONFIG GET is the one thing that was asked for and not permitted.
         assert {entry["object"] for entry in client.acl_log()} <= {"config|get"}
     client.close()
+
+
+def test_the_rule_suffices_for_what_a_run_asks_for_now_and_then(any_server: Any) -> None:
+    store = connect(joined(any_server, password=allow(any_server)), name="test")
+    assert Ledger(store, "learner-0").quarantined_steps() == 0
+    problem = Problem(
+        problem_id="two/0", prompt_text="1+1=", prompt_tokens=np.arange(4, dtype=np.int32), gold="2",
+        data_source="two", ability="math", trace_ids=(), extra={},
+    )  # fmt: skip
+    run = RunStore(store)
+    run.put_eval_set("job:two", [problem])
+    assert [one.problem_id for one in run.eval_set("job:two")] == ["two/0"]
+    run.forget_set("job:two")
+    client = any_server.client()
+    assert client.keys(store.key("eval*")) == []
+    client.close()
+    store.close()
 
 
 def test_each_command_that_is_not_permitted_is_named(any_server: Any) -> None:
