@@ -11,6 +11,7 @@ for _, id in ipairs(due) do
   local expires, member = 0, nil
   if claim then expires, member = string.match(claim, '^(%d+) (.*)$') end
   if not claim or member == ARGV[3] or tonumber(expires) <= now then
+    even_when_full() -- an evaluation takes no room, and its worker would wait for some
     redis.call('hset', key('evaluation_claims'), id,
       string.format('%d %s', now + tonumber(ARGV[5]), ARGV[3]))
     return redis.call('hget', key('evaluations'), id)

@@ -304,3 +304,14 @@ def test_a_full_redis_takes_what_processes_need_to_start_and_to_be_seen(own_serv
     assert (requests.read().checkpoint, requests.served()) == (2, 2)
     Hosts(store).call(Meeting(attempt=1, address="h", port=1, hosts=[], ranks=1), 1.0)
     store.close()
+
+
+def test_on_a_full_redis_an_evaluation_is_made_all_the_same(own_server: Any):
+    store = connect(own_server.join())
+    run = RunStore(store)
+    run.request_evaluation(request("e", 0), 1)
+    store.redis.config_set("maxmemory", 1)
+    assert run.claim_evaluation("rollout-0", Version(term=1, step=0)) == request("e", 0)
+    assert run.finish_evaluation("e", result("e", 0))
+    assert run.evaluation("e") == result("e", 0)
+    store.close()
