@@ -224,10 +224,9 @@ class EvaluationStore:
 
     def given_up_evaluations(self) -> dict[str, str]:
         """Ids of evaluations that failed too often, with the last attempt's reason."""
-        failures = self.store.call("hgetall", self.store.key("evaluation_failures"))
-        if not failures:
-            return {}
+        # In this order: of one that is done between the two, there are no failures any more.
         raw_due = self.store.call("zrange", self.store.key("evaluations_open"), 0, -1)
+        failures = self.store.call("hgetall", self.store.key("evaluation_failures"))
         due = {name.decode() for name in raw_due}
         return {
             id_: read_text(raw, f"the failures of evaluation {id_}").partition(" ")[2]

@@ -236,6 +236,23 @@ def test_a_result_forgets_the_failures_before_it(run: RunStore):
     assert list(run.evaluation_results(["e", "other"])) == ["e"]
 
 
+def test_a_result_that_comes_while_failures_are_looked_at_gives_nothing_up(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
+):
+    run.request_evaluation(request("e", 0), 1)
+    run.claim_evaluation("rollout-0", Version(term=1, step=0))
+    run.give_back_evaluation("e", "rollout-0", reason="broke", failed=True)
+    read = run.store.call
+
+    def finished_after(*words: Any) -> Any:
+        found = read(*words)
+        run.finish_evaluation("e", result("e", 0))
+        return found
+
+    monkeypatch.setattr(run.store, "call", finished_after)
+    assert run.given_up_evaluations() == {}
+
+
 def test_an_older_learner_asks_for_no_evaluation(world: Any):
     w = world()
     run = RunStore(w.store)
