@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +144,27 @@ def test_what_a_process_is_not_permitted_later_on_is_told_with_the_way_out(any_s
         RunStore(store).set_state("draining")
     with pytest.raises(StoreError, match=r"doesn't permit .* docs/redis\.md"):
         RunStore(store).config_yaml()
+    client.close()
+    store.close()
+
+
+def test_the_documented_clean_up_deletes_a_runs_keys_and_no_others(any_server: Any) -> None:
+    line = next(
+        line for line in (ROOT / "docs/redis.md").read_text().splitlines() if "UNLINK" in line
+    )
+    join = any_server.join()
+    store, client = connect(join, name="test"), any_server.client()
+    for name in ("problem_rows:my data", "problem_rows:Bob's", 'eval:a "b"', "meta"):
+        client.set(store.key(name), "ours")
+    client.set("data", "theirs")
+    cli = Path(sys.executable).with_name("redis-cli")
+    words = {"$cli": f"{cli} -p {any_server.port}", "RUN": store.run_id}
+    for name, value in words.items():
+        line = line.replace(name, value)
+    environment = {**os.environ, "REDISCLI_AUTH": join.password}
+    subprocess.run(["bash", "-c", line], env=environment, check=False, timeout=60)
+    assert client.keys(store.key("*")) == []
+    assert client.getdel("data") == b"theirs"
     client.close()
     store.close()
 
