@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from ..common.errors import DataError
 from ..common.records import FinishReason, Source, Verdict
-from ..common.run_folder import replace_folder, write_atomic
+from ..common.run_folder import replace_folder, sync_folder, write_atomic
 from .archive_columns import KEY, VERSION, ArchivedGroup, groups_of, table
 
 FILE_BYTES = 256 << 20
@@ -367,7 +367,14 @@ def join(
             writer = None
     if writer is not None:
         writer.close()
-    replace_folder(staging, to)
+    if to.exists():
+        # Whoever stands in the folder stays in it.
+        for made in sorted(staging.iterdir()):
+            made.replace(to / made.name)
+        staging.rmdir()
+        sync_folder(to)
+    else:
+        replace_folder(staging, to)
     return groups, number
 
 

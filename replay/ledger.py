@@ -434,7 +434,7 @@ class Ledger:
 
     def quarantined_steps(self) -> int:
         """Number of quarantined rows; Redis keeps their samples as long as the run is there."""
-        return int(self.store.call("hlen", self.store.key("quarantined")))
+        return len(self.store.call("hkeys", self.store.key("quarantined")))
 
     def waiting_for(self, deadline: float = DEADLINE) -> str:
         """One line that says whom the next row waits for; Redis has ``deadline`` seconds to answer."""

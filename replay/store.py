@@ -18,7 +18,7 @@ from ..common.sockets import CurveKeys, new_keys
 from . import problems as stored
 from .answers import text as read_text
 from .connection import DEADLINE
-from .evaluating.evaluations import EvaluationStore
+from .evaluating.evaluations import JOB, EvaluationStore
 from .ledger_records import WAY_OUT
 
 RunState = Literal["running", "draining", "finished", "failed"]
@@ -140,7 +140,7 @@ class RunStore(EvaluationStore):
         return sorted(names, key=_trace_order)
 
     def put_eval_set(self, name: str, problems: Iterable[Problem]) -> None:
-        """Stores a held-out set, replacing one with the same name."""
+        """Stores a held-out set, replacing one with the same name; a job's isn't among the run's own."""
         key = self.store.key(f"eval:{name}")
         fresh = self.store.key(f"eval_new:{name}")
         encoded = [wire.encode(problem) for problem in problems]
@@ -154,7 +154,8 @@ class RunStore(EvaluationStore):
             for start in range(0, len(encoded), 256):
                 pipeline.rpush(fresh, *encoded[start : start + 256])
             pipeline.rename(fresh, key)
-            pipeline.sadd(self.store.key("eval_sets"), name)
+            if not name.startswith(JOB):
+                pipeline.sadd(self.store.key("eval_sets"), name)
             pipeline.execute()
 
         self.store.persist(f"held-out set {name}", put)

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     files, missing = _files(arguments.run)
-    out = Path(arguments.out).expanduser()
+    out = Path(arguments.out).expanduser().absolute()
     progress = Progress(sys.stderr, "archived groups:", None)
     with ExitStack() as stack:
         counts = SourceCounts()
@@ -60,10 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress.end()
     size = sum(file.stat().st_size for file in out.iterdir())
     steps = len(list(archive.steps(out)))
-    print(
-        f"{groups:,} groups of {steps:,} steps in {shown(out.absolute())}: {written} file(s), "
-        f"{human(size)}"
-    )
+    print(f"{groups:,} groups of {steps:,} steps in {shown(out)}: {written} file(s), {human(size)}")
     for number, what in counts.left_out():
         if number:
             print(f"{number:,} {what}, left out")

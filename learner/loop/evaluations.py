@@ -56,7 +56,8 @@ class Evaluations:
         self._stopping = stopping
         self._term = 0
         self._recorded: set[str] = set()
-        self._open: list[str] = []
+        # What isn't recorded, by id: its request, or None where a predecessor has asked.
+        self._open: dict[str, EvaluationRequest | None] = {}
         self._looked = 0.0
         self._wanted: set[int] = set()
 
@@ -69,7 +70,8 @@ class Evaluations:
         """
         self._term = term
         self._recorded = set(recorded)
-        self._open = [name for name in self._runs.asked_evaluations() if name not in self._recorded]
+        asked = self._runs.asked_evaluations()
+        self._open = {name: None for name in asked if name not in self._recorded}
 
     def due(self, step: int, total: int) -> bool:
         """Whether the config asks for an evaluation of this step's weights."""
@@ -107,19 +109,17 @@ class Evaluations:
             id_ = f"{name}@{step}{WHOLE if asked_before and limit != part else ''}"
             if id_ in self._recorded:
                 continue
-            self._runs.request_evaluation(
-                EvaluationRequest(
-                    id=id_,
-                    set_name=name,
-                    step=step,
-                    limit=limit,
-                    temperature=self._own[name].temperature,
-                    samples=self._own[name].samples,
-                ),
-                self._term,
+            request = EvaluationRequest(
+                id=id_,
+                set_name=name,
+                step=step,
+                limit=limit,
+                temperature=self._own[name].temperature,
+                samples=self._own[name].samples,
             )
+            self._runs.request_evaluation(request, self._term)
+            self._open[id_] = request
             ids.append(id_)
-        self._open += [name for name in ids if name not in self._open]
         return ids
 
     def request_since(self, first: int, last: int, total: int) -> list[str]:
@@ -136,14 +136,23 @@ class Evaluations:
         if not self._open or now - self._looked < LOOK_SECONDS:
             return []
         self._looked = now
-        results = self._runs.evaluation_results(self._open)
+        results = self._runs.evaluation_results(self.open())
         self._recorded |= results.keys()
         for name, reason in self._runs.given_up_evaluations().items():
             if name in self._open:
-                self._open.remove(name)
+                del self._open[name]
                 log.error(f"evaluation {name} is given up, it failed too often; the last: {reason}")
-        self._open = [name for name in self._open if name not in results]
+        for name in results:
+            self._open.pop(name, None)
         return sorted(results.values(), key=lambda result: (result.step, result.id))
+
+    def _ask_again(self) -> None:
+        """Asks again for what Redis has lost, as one that is killed may lose its last second."""
+        asked = set(self._runs.asked_evaluations())
+        for name, request in self._open.items():
+            if request is not None and name not in asked:
+                log.warning(f"Redis has lost the request for the evaluation {name}: asks again")
+                self._runs.request_evaluation(request, self._term)
 
     def wait(
         self,
@@ -166,6 +175,7 @@ class Evaluations:
                 return False
             if now - looked >= 2.0:
                 looked = now
+                self._ask_again()
                 # If nobody at all was heard of, Redis is out of reach or its disk is full.
                 if self._members.live("rollout") or not self._members.live():
                     seen = now

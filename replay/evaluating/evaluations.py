@@ -23,7 +23,7 @@ EVALUATION_FAILURES = 5
 FAILED_SECONDS = 2.0
 """Time after a failed attempt during which nobody claims the evaluation."""
 JOB = "job:"
-"""Beginning of the ids of evaluations that are no run's own."""
+"""Beginning of the ids of evaluations that are no run's own, and of the names of their sets."""
 
 
 class EvaluationJob(Record, frozen=True, kw_only=True):
@@ -224,10 +224,9 @@ class EvaluationStore:
 
     def given_up_evaluations(self) -> dict[str, str]:
         """Ids of evaluations that failed too often, with the last attempt's reason."""
-        failures = self.store.call("hgetall", self.store.key("evaluation_failures"))
-        if not failures:
-            return {}
+        # In this order: of one that is done between the two, there are no failures any more.
         raw_due = self.store.call("zrange", self.store.key("evaluations_open"), 0, -1)
+        failures = self.store.call("hgetall", self.store.key("evaluation_failures"))
         due = {name.decode() for name in raw_due}
         return {
             id_: read_text(raw, f"the failures of evaluation {id_}").partition(" ")[2]
@@ -284,9 +283,8 @@ class EvaluationStore:
         self.store.persist(f"the end of {id_}", forget)
 
     def forget_set(self, name: str) -> None:
-        """Removes a held-out set."""
+        """Removes the held-out set of jobs."""
         self.store.call("delete", self.store.key(f"eval:{name}"))
-        self.store.call("srem", self.store.key("eval_sets"), name)
 
 
 _OF_JOB = (

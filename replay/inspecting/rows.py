@@ -105,7 +105,7 @@ def _blocks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, 
 
 
 def write_run_log(folder: RunFolder, config: Config, block: Sequence[Mapping[str, Any]]) -> Path:
-    """Writes a block's log in place of one that had fewer steps.
+    """Writes a block's log in place of those that had fewer steps.
 
     Args:
         folder: the run's.
@@ -126,7 +126,7 @@ def write_run_log(folder: RunFolder, config: Config, block: Sequence[Mapping[str
     )
     write_log(path, head, (sample for record in block for sample in of_record(record)))
     for other in path.parent.glob(f"steps-{block_of(block[0]['step']):06d}-{LOGS}"):
-        if other != path:
+        if _last_step(other) < block[-1]["step"]:
             other.unlink(missing_ok=True)
     return path
 
@@ -142,11 +142,16 @@ def log_path(folder: RunFolder, block: Sequence[Mapping[str, Any]]) -> Path:
     return folder.inspect / f"steps-{first:06d}-{last:06d}.eval"
 
 
+def _last_step(path: Path) -> int:
+    """The last step of a log, by its name; 0 where that is no run's."""
+    last = path.stem.rpartition("-")[2]
+    return int(last) if last.isdecimal() else 0
+
+
 def cut_logs(folder: RunFolder, step: int) -> list[Mapping[str, Any]]:
     """Removes the logs of steps above one, which are trained again, and returns what was kept of its block."""
     for path in folder.inspect.glob(LOGS):
-        last = path.stem.rpartition("-")[2]
-        if last.isdecimal() and int(last) > step:
+        if _last_step(path) > step:
             path.unlink(missing_ok=True)
     block = block_of(step)
     return [one for one in read_parts(folder.samples) if block <= one["step"] <= step]

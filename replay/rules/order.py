@@ -133,7 +133,8 @@ class Order:
         self.pass_length = self._cycles * len(self._slots)
         """Number of positions in one pass."""
         self._sorted_up_to = sorted_up_to
-        self._permutation = lru_cache(maxsize=16)(self._draw)
+        # Sources are asked in turn, near the end of a round of each in two of them.
+        self._permutation = lru_cache(maxsize=max(16, 2 * len(sources)))(self._draw)
 
     def place(self, pass_: int, position: int) -> tuple[int, int]:
         """Source and problem, each as an index, at a position of a pass."""

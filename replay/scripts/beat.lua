@@ -1,6 +1,6 @@
 -- beat: a member lives. ARGV: 3 member, 4 JSON of its role and info.
 -- After: its entry is this one, heard of now; members unheard of for an hour are gone, with their
--- reports; if it breaks a silence of all members, deadlines of leases have moved on by it; if the
+-- reports; if it breaks a silence of all members, deadlines of leases and claims have moved on by it; if the
 -- clock was put back, they and the members' times have moved back with it.
 local wrong = called('beat', 4) or label(3, 'member') or object(4, 'role and info')
 if wrong then return wrong end

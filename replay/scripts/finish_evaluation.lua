@@ -9,6 +9,7 @@ if redis.call('hexists', key('evaluations'), ARGV[3]) == 0 then
   redis.call('hdel', key('evaluation_samples'), ARGV[3])
   return tonumber(answer('0'))
 end
+even_when_full() -- else what was measured would be thrown away
 local first = redis.call('hsetnx', key('evaluation_results'), ARGV[3], ARGV[4])
 redis.call('zrem', key('evaluations_open'), ARGV[3])
 redis.call('hdel', key('evaluation_claims'), ARGV[3])

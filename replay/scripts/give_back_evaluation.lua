@@ -9,8 +9,7 @@ local wrong = called('give_back_evaluation', 8) or label(3, 'id') or label(4, 'm
 if wrong then return wrong end
 local given = first_answer()
 if given then return tonumber(given) or given end
-local claim = redis.call('hget', key('evaluation_claims'), ARGV[3])
-if not claim or string.match(claim, '^%d+ (.*)$') ~= ARGV[4] then return 0 end
+if claim_of(ARGV[3]) ~= ARGV[4] then return 0 end
 redis.call('hdel', key('evaluation_claims'), ARGV[3])
 local said = 1
 if ARGV[6] == '1' then
@@ -22,8 +21,7 @@ if ARGV[6] == '1' then
     hint('state')
     said = 2
   else
-    redis.call('hset', key('evaluation_claims'), ARGV[3],
-      string.format('%d (failed)', now_ms() + tonumber(ARGV[8])))
+    set_claim(ARGV[3], '(failed)', now_ms() + tonumber(ARGV[8]))
   end
 end
 hint('taken')

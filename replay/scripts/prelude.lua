@@ -369,11 +369,29 @@ local function release(serial, failed, reason, m)
   redis.call('zadd', key('returned'), place, serial)
 end
 
+-- Whose claim of an evaluation it is, and the ms at which it expires; nil where there is none.
+local function claim_of(id)
+  local claim = redis.call('hget', key('evaluation_claims'), id)
+  if not claim then return nil end
+  local expires, member = string.match(claim, '^(%d+) (.*)$')
+  return member, tonumber(expires)
+end
+
+local function set_claim(id, member, expires)
+  redis.call('hset', key('evaluation_claims'), id,
+    string.format('%d %s', math.max(0, expires), member))
+end
+
+-- Those of leases, and of claims of evaluations.
 local function move_deadlines(ms)
   for _, serial in ipairs(redis.call('zrange', key('leased'), 0, -1)) do
     redis.call('zincrby', key('deadlines'), ms, serial)
     redis.call('hincrby', group_key(serial), 'cap', ms)
     redis.call('hset', group_key(serial), 'moved', 1)
+  end
+  for _, id in ipairs(redis.call('hkeys', key('evaluation_claims'))) do
+    local member, expires = claim_of(id)
+    set_claim(id, member, expires + ms)
   end
 end
 
@@ -445,7 +463,9 @@ local function waited_for(m, serial)
   local waited = {group_id = id_of(tonumber(serial), m.pass_length), state = known[1],
                   worker = known[2] or '', reason = ''}
   if known[1] == 'leased' then
-    waited.reason = string.format('leased for %.1f s', (now_ms() - tonumber(known[4])) / 1000)
+    -- A clock that was put back would have it leased in the future.
+    local ms = math.max(0, now_ms() - tonumber(known[4]))
+    waited.reason = string.format('leased for %.1f s', ms / 1000)
   else
     waited.reason = 'not leased again since: ' .. (known[3] or '')
   end

@@ -3,9 +3,7 @@
 local wrong = called('renew_evaluation', 5) or label(3, 'id') or label(4, 'member')
   or whole(5, 'milliseconds')
 if wrong then return wrong end
-local claim = redis.call('hget', key('evaluation_claims'), ARGV[3])
-if not claim or string.match(claim, '^%d+ (.*)$') ~= ARGV[4] then return 0 end
+if claim_of(ARGV[3]) ~= ARGV[4] then return 0 end
 even_when_full()
-redis.call('hset', key('evaluation_claims'), ARGV[3],
-  string.format('%d %s', now_ms() + tonumber(ARGV[5]), ARGV[4]))
+set_claim(ARGV[3], ARGV[4], now_ms() + tonumber(ARGV[5]))
 return 1

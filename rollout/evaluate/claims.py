@@ -60,24 +60,33 @@ class ClaimedEvaluations:
         self._evaluators: dict[str, Evaluator] = {}
         self._task: asyncio.Task[Any] | None = None
         self._claimed: EvaluationRequest | None = None
-        # Of the claimed evaluation: it mustn't begin any more.
-        self._cancelled = False
+        # Of the claimed evaluation, where it mustn't begin any more: why.
+        self._cancelled = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.done = 0
         """Number of evaluations whose results this worker has submitted."""
 
     def renew(self) -> None:
-        """Keeps a claimed evaluation from other workers; called from the keeper's thread.
+        """Keeps a claimed evaluation from other workers, or ends it if it is this one's no more; called from
+        the keeper's thread.
 
         Raises:
             StoreError: Redis is away.
         """
-        claimed = self._claimed
-        if claimed is not None:
-            self._runs.renew_evaluation(claimed.id, self._name)
+        claimed, loop = self._claimed, self._loop
+        if claimed is None or loop is None:
+            return
+        if not self._runs.renew_evaluation(claimed.id, self._name):
+            loop.call_soon_threadsafe(self._lose, claimed)
 
-    def cancel(self) -> None:
+    def _lose(self, lost: EvaluationRequest) -> None:
+        # It may have been done meanwhile, and another one begun.
+        if self._claimed is lost:
+            self.cancel("it is claimed by another worker now, or done")
+
+    def cancel(self, reason: str = "drained") -> None:
         """Ends the claimed evaluation, also one that waits for new weights; :meth:`run` gives it back."""
-        self._cancelled = True
+        self._cancelled = reason
         if self._task is not None:
             self._task.cancel()
 
@@ -92,7 +101,8 @@ class ClaimedEvaluations:
         Raises:
             StoreError: Redis is away; the claim expires by itself.
         """
-        self._claimed, self._cancelled = request, False
+        self._loop = asyncio.get_running_loop()
+        self._claimed, self._cancelled = request, ""
         try:
             if request.job is not None:
                 await self._do(request, request.job)
@@ -138,9 +148,9 @@ class ClaimedEvaluations:
     def _why_ended(self, request: EvaluationRequest) -> str:
         if self._check.suspect:
             return "the weights failed their check"
-        return (
-            "new weights weren't loaded" if _is_older(self._engine.version, request) else "drained"
-        )
+        if _is_older(self._engine.version, request):
+            return "new weights weren't loaded"
+        return self._cancelled
 
     def _by(self, reward: RewardConfig) -> Evaluator:
         """The evaluator that grades by a reward. Imported here, so that only a worker that

@@ -158,6 +158,21 @@ def test_a_wait_ends_with_the_results(make: Make, store: Store) -> None:
     assert sorted(got) == ["hard@2", "heldout@2"]
 
 
+def test_what_redis_has_lost_is_asked_for_again_in_a_wait(make: Make, store: Store) -> None:
+    def worker() -> bool:
+        request = claim(store, 2)
+        if request is not None:
+            answer(store, request)
+        return False
+
+    evaluations = make(worker)
+    ids = evaluations.request(2, 4)
+    # A server that was killed may have lost its last second.
+    store.redis.delete(store.key("evaluations"), store.key("evaluations_open"))
+    assert evaluations.wait(ids, lambda result: None, deadline=10.0)
+    assert RunStore(store).asked_evaluations() == sorted(ids)
+
+
 def test_a_wait_ends_without_workers_at_the_deadline_and_in_a_drain(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

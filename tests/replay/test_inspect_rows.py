@@ -129,6 +129,18 @@ def test_a_runs_logs_are_blocks_of_steps_each_written_once(tmp_path: Path) -> No
     assert len(list(folder.inspect.iterdir())) == 2
 
 
+def test_a_log_with_more_steps_stays_when_one_with_fewer_is_written(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    lines(folder, range(1, 16))
+    whole = [record(step) for step in range(1, 16)]
+    newer = logs.write_run_log(folder, config(), whole)
+    # As `tandem view` does, which read the samples before the run wrote more.
+    logs.write_run_log(folder, config(), whole[:10])
+    assert len(contents(newer)) == 15 * 3
+    logs.write_run_log(folder, config(), whole)
+    assert list(folder.inspect.iterdir()) == [newer]
+
+
 def test_logs_of_steps_that_are_trained_again_go_and_their_block_comes_back(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     lines(folder, range(1, 46))

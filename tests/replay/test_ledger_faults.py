@@ -11,9 +11,11 @@ import pytest
 
 from tandem.common.records import Version
 from tandem.replay.connection import Store, connect, script_names, script_source
+from tandem.replay.evaluating.evaluations import EvaluationRequest
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import Row
 from tandem.replay.members import Members
+from tandem.replay.store import RunStore
 
 Worlds = Callable[..., Any]
 
@@ -188,6 +190,58 @@ def test_a_clock_that_is_put_back_keeps_no_dead_worker_and_no_lease_of_it_alive(
     assert w.ledger.renew([kept.group_id]) == []
     w.expire(lost)
     assert w.lease(ledger=w.member("rollout-1"))[0].group_id == lost.group_id
+
+
+def claimed(w: Any) -> RunStore:
+    """An evaluation that rollout-0 has claimed."""
+    run = RunStore(w.store)
+    run.request_evaluation(EvaluationRequest(id="e", set_name="heldout", step=0), w.term)
+    assert run.claim_evaluation("rollout-0", Version(term=w.term, step=0)) is not None
+    return run
+
+
+def expires(w: Any) -> int:
+    return int(w.store.redis.hget(w.store.key("evaluation_claims"), "e").split()[0])
+
+
+@pytest.mark.parametrize("first", ["claim", "beat"])
+def test_time_in_which_the_server_was_stopped_ends_no_claim_of_an_evaluation(
+    world: Worlds, first: str
+):
+    w = world(lease_seconds=10)
+    members = Members(w.store)
+    members.register("rollout", "rollout-0", {})
+    members.register("rollout", "rollout-1", {})
+    run, held = claimed(w), Version(term=w.term, step=0)
+    silence(w.store, 60)
+    claims = w.store.key("evaluation_claims")
+    w.store.redis.hset(claims, "e", f"{expires(w) - 60_000} rollout-0")
+    if first == "beat":
+        members.beat("rollout-1")
+    assert run.claim_evaluation("rollout-1", held) is None
+    assert run.renew_evaluation("e", "rollout-0")
+    # Others were heard of meanwhile: its worker is dead.
+    w.store.redis.hset(claims, "e", "1 rollout-0")
+    assert run.claim_evaluation("rollout-1", held) is not None
+
+
+def test_a_claim_of_the_dead_ends_by_a_clock_that_is_put_back(world: Worlds):
+    w = world(lease_seconds=10)
+    members = Members(w.store)
+    members.register("rollout", "rollout-1", {})
+    claimed(w)
+    silence(w.store, -3600)
+    ahead = expires(w) + 3_600_000
+    w.store.redis.hset(w.store.key("evaluation_claims"), "e", f"{ahead} rollout-0")
+    members.beat("rollout-1")
+    assert expires(w) - int(w.store.redis.time()[0]) * 1000 < 32_000
+
+
+def test_a_lease_by_a_clock_that_was_put_back_is_told_as_a_new_one(world: Worlds):
+    w = world()
+    w.lease()
+    w.store.redis.hincrby(w.store.key("group:0"), "leased_ms", 3_600_000)
+    assert "leased for 0.0 s" in w.ledger.waiting_for()
 
 
 def test_the_leases_of_the_dead_expire_while_others_are_heard_of(world: Worlds):

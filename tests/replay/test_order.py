@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tandem.common.errors import DataError
+from tandem.replay.rules import order as rules_order
 from tandem.replay.rules.order import Cipher, Order, permutation
 
 FIRST_EIGHT = [7, 2, 1, 3, 0, 4, 6, 5]
@@ -32,6 +34,18 @@ def test_the_order_of_a_large_source_is_the_one_of_every_machine():
 def test_a_cipher_is_a_permutation(size: int):
     cipher = Cipher(size, "order", 0)
     assert sorted(cipher[place] for place in range(size)) == list(range(size))
+
+
+def test_many_sources_in_turn_are_each_sorted_once_a_round(monkeypatch: pytest.MonkeyPatch):
+    sorted_: list[tuple[int | str, ...]] = []
+
+    def counted(size: int, *key: int | str) -> Any:
+        sorted_.append(key)
+        return permutation(size, *key)
+
+    monkeypatch.setattr(rules_order, "permutation", counted)
+    places(Order([(f"s{number}", 8, 1) for number in range(40)], seed=0), 0)
+    assert len(sorted_) == 40
 
 
 def test_a_cipher_shows_no_order():

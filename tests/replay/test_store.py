@@ -236,6 +236,23 @@ def test_a_result_forgets_the_failures_before_it(run: RunStore):
     assert list(run.evaluation_results(["e", "other"])) == ["e"]
 
 
+def test_a_result_that_comes_while_failures_are_looked_at_gives_nothing_up(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
+):
+    run.request_evaluation(request("e", 0), 1)
+    run.claim_evaluation("rollout-0", Version(term=1, step=0))
+    run.give_back_evaluation("e", "rollout-0", reason="broke", failed=True)
+    read = run.store.call
+
+    def finished_after(*words: Any) -> Any:
+        found = read(*words)
+        run.finish_evaluation("e", result("e", 0))
+        return found
+
+    monkeypatch.setattr(run.store, "call", finished_after)
+    assert run.given_up_evaluations() == {}
+
+
 def test_an_older_learner_asks_for_no_evaluation(world: Any):
     w = world()
     run = RunStore(w.store)
@@ -303,4 +320,15 @@ def test_a_full_redis_takes_what_processes_need_to_start_and_to_be_seen(own_serv
     requests.put_served(2)
     assert (requests.read().checkpoint, requests.served()) == (2, 2)
     Hosts(store).call(Meeting(attempt=1, address="h", port=1, hosts=[], ranks=1), 1.0)
+    store.close()
+
+
+def test_on_a_full_redis_an_evaluation_is_made_all_the_same(own_server: Any):
+    store = connect(own_server.join())
+    run = RunStore(store)
+    run.request_evaluation(request("e", 0), 1)
+    store.redis.config_set("maxmemory", 1)
+    assert run.claim_evaluation("rollout-0", Version(term=1, step=0)) == request("e", 0)
+    assert run.finish_evaluation("e", result("e", 0))
+    assert run.evaluation("e") == result("e", 0)
     store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import secrets
@@ -19,7 +20,10 @@ from msgspec import structs
 from tandem.common.run_folder import JoinInfo
 from tandem.replay.access import rule
 
+ROOT = Path(__file__).resolve().parents[2]
 USER = "tandem"
+NO_COMMANDS = {"close", "execute", "execute_command", "glob", "pipeline", "pubsub"}
+"""Methods of clients, pipelines and a folder ``redis`` that send no command of their name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +125,26 @@ class Certificates:
 
 def in_scripts() -> set[str]:
     """The commands that the ledger's scripts call."""
-    scripts = Path(__file__).resolve().parents[2] / "replay" / "scripts"
-    text = "".join(path.read_text() for path in scripts.glob("*.lua"))
+    text = "".join(path.read_text() for path in (ROOT / "replay" / "scripts").glob("*.lua"))
     return set(re.findall(r"redis\.p?call\('(\w+)'", text))
+
+
+def in_python() -> set[str]:
+    """The commands that the rooms send themselves: as methods of redis-py, and as words of a batch."""
+    found = set()
+    for room in ("replay", "rollout", "learner", "launch"):
+        for path in (ROOT / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                match node:
+                    case ast.Call(func=ast.Attribute(attr="call"), args=[ast.Constant(name), *_]):
+                        found.add(name)
+                    case ast.Call(func=ast.Attribute(ast.Name("pipeline"), name)):
+                        found.add(name)
+                    case ast.Call(func=ast.Attribute(ast.Attribute(attr="redis"), name)):
+                        found.add(name)
+                    case ast.Tuple([ast.Constant(str(name)), ast.Call(), *_]) if name.isupper():
+                        found.add(name.lower())
+    return {"del" if name == "delete" else name for name in found - NO_COMMANDS}
 
 
 def allow(server: Any, *rules: str, user: str = USER) -> str:

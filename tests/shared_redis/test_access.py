@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from shared_servers import USER, allow, in_scripts, joined
+from shared_servers import USER, allow, in_python, in_scripts, joined
 
 from tandem.common.errors import HeldError, StoreError
+from tandem.common.records import Problem
 from tandem.common.run_folder import JoinInfo
 from tandem.launch.host import existing_redis, redis_server
 from tandem.replay.access import COMMANDS, Denied, denied, rule
 from tandem.replay.connection import connect
+from tandem.replay.ledger import Ledger
 from tandem.replay.members import Members
 from tandem.replay.store import RunStore
 
@@ -58,6 +64,11 @@ def test_the_rule_has_every_command_of_every_script() -> None:
     assert in_scripts() <= COMMANDS.keys()
 
 
+def test_the_rule_has_every_command_that_the_rooms_send_themselves() -> None:
+    assert len(in_python()) > 20
+    assert in_python() <= COMMANDS.keys()
+
+
 def test_the_rule_suffices_and_what_it_forbids_is_told(any_server: Any) -> None:
     join = joined(any_server, db=3, password=allow(any_server))
     server = check(join)
@@ -69,6 +80,23 @@ def test_the_rule_suffices_and_what_it_forbids_is_told(any_server: Any) -> None:
         # CONFIG GET is the one thing that was asked for and not permitted.
         assert {entry["object"] for entry in client.acl_log()} <= {"config|get"}
     client.close()
+
+
+def test_the_rule_suffices_for_what_a_run_asks_for_now_and_then(any_server: Any) -> None:
+    store = connect(joined(any_server, password=allow(any_server)), name="test")
+    assert Ledger(store, "learner-0").quarantined_steps() == 0
+    problem = Problem(
+        problem_id="two/0", prompt_text="1+1=", prompt_tokens=np.arange(4, dtype=np.int32), gold="2",
+        data_source="two", ability="math", trace_ids=(), extra={},
+    )  # fmt: skip
+    run = RunStore(store)
+    run.put_eval_set("job:two", [problem])
+    assert [one.problem_id for one in run.eval_set("job:two")] == ["two/0"]
+    run.forget_set("job:two")
+    client = any_server.client()
+    assert client.keys(store.key("eval*")) == []
+    client.close()
+    store.close()
 
 
 def test_each_command_that_is_not_permitted_is_named(any_server: Any) -> None:
@@ -116,6 +144,27 @@ def test_what_a_process_is_not_permitted_later_on_is_told_with_the_way_out(any_s
         RunStore(store).set_state("draining")
     with pytest.raises(StoreError, match=r"doesn't permit .* docs/redis\.md"):
         RunStore(store).config_yaml()
+    client.close()
+    store.close()
+
+
+def test_the_documented_clean_up_deletes_a_runs_keys_and_no_others(any_server: Any) -> None:
+    line = next(
+        line for line in (ROOT / "docs/redis.md").read_text().splitlines() if "UNLINK" in line
+    )
+    join = any_server.join()
+    store, client = connect(join, name="test"), any_server.client()
+    for name in ("problem_rows:my data", "problem_rows:Bob's", 'eval:a "b"', "meta"):
+        client.set(store.key(name), "ours")
+    client.set("data", "theirs")
+    cli = Path(sys.executable).with_name("redis-cli")
+    words = {"$cli": f"{cli} -p {any_server.port}", "RUN": store.run_id}
+    for name, value in words.items():
+        line = line.replace(name, value)
+    environment = {**os.environ, "REDISCLI_AUTH": join.password}
+    subprocess.run(["bash", "-c", line], env=environment, check=False, timeout=60)
+    assert client.keys(store.key("*")) == []
+    assert client.getdel("data") == b"theirs"
     client.close()
     store.close()
 

@@ -216,3 +216,16 @@ def test_prompts_without_messages_are_warned_of(
     assert [one.group.samples[0].reward for one in groups] == [1.0, 2.0]
     said = capsys.readouterr().err
     assert "hints:asked asks for the messages of prompts, and 1 of 2 groups have none" in said
+
+
+def test_an_archive_is_written_into_the_empty_folder_in_which_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept()
+    Path("new").mkdir()
+    monkeypatch.chdir("new")
+    assert main(["archive", "../kept", "--out", "."]) == 0
+    assert "1 groups of 1 steps" in capsys.readouterr().out
+    assert [path.name for path in Path.cwd().iterdir()] == ["groups-00000.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "new"]

@@ -27,7 +27,7 @@ from tandem.launch.progress import Progress
 from tandem.launch.run.opened.presets import load
 from tandem.replay.connection import connect
 from tandem.replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder
-from tandem.replay.evaluating.evaluations import EvaluationRequest, EvaluationResult
+from tandem.replay.evaluating.evaluations import EvaluationJob, EvaluationRequest, EvaluationResult
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings
 from tandem.replay.members import Members
@@ -140,6 +140,57 @@ class Strict:
                 yield FinishedGroup(group_id=id_, samples=(), error="is too long", refused=True)
             else:
                 yield FinishedGroup(group_id=id_, samples=(sample_of(request, answer),))
+
+
+class Endless:
+    """An engine that never finishes."""
+
+    def __init__(self, version: Version) -> None:
+        self.version = version
+        self.begun = asyncio.Event()
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[FinishedGroup]:
+        self.begun.set()
+        await asyncio.Event().wait()
+        yield FinishedGroup(group_id=requests[0].group_id, samples=())
+
+
+def test_a_worker_ends_an_evaluation_that_another_has_claimed(live: Live) -> None:
+    async def in_redis(call: Callable[[], Any]) -> Any:
+        return call()
+
+    async def settled(**_: Any) -> None:
+        pass
+
+    async def lose() -> None:
+        engine: Any = Endless(live.version)
+        check: Any = SimpleNamespace(suspect=False, settled=settled)
+        claims = ClaimedEvaluations(
+            "rollout-0", engine, live.runs, live.config, check, asyncio.Lock(), in_redis
+        )
+        request = live.runs.claim_evaluation("rollout-0", live.version)
+        assert request is not None
+        work = asyncio.create_task(claims.run(request))
+        try:
+            await asyncio.wait_for(engine.begun.wait(), 60)
+            live.store.redis.hset(live.store.key("evaluation_claims"), request.id, "1 rollout-0")
+            assert live.runs.claim_evaluation("rollout-1", live.version) == request
+            await asyncio.to_thread(claims.renew)
+            await asyncio.wait_for(work, 10)
+        finally:
+            claims.close()
+        assert claims.done == 0
+
+    with prepare(live.asked, live.config, live.exports, None) as prepared:
+        (cell,) = prepared.plan.cells
+        live.runs.put_eval_set("job:x", prepared.benchmark(cell.name).problems)
+        reward = live.config.reward.model_dump(mode="json")
+        job = EvaluationJob(cell=cell, wanted=((0, 0),), reward=reward)
+        live.runs.request_evaluation(
+            EvaluationRequest(id="job:x/0", set_name="job:x", step=0, job=job), live.version.term
+        )
+        asyncio.run(lose())
+    assert live.runs.renew_evaluation("job:x/0", "rollout-1")
 
 
 def test_a_sample_that_a_worker_cant_make_costs_no_other(tmp_path: Path, live: Live) -> None:
