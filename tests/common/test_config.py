@@ -276,6 +276,14 @@ def test_a_deterministic_run_refuses_an_engine_that_is_not():
         build("run.deterministic=true", "rollout.engine=vllm")
 
 
+@pytest.mark.parametrize("value", ["1", "'true'", "'yes'"])
+def test_a_deterministic_run_is_asked_for_by_true_alone(value: str):
+    with pytest.raises(
+        ConfigError, match=r"run\.deterministic=\S+: input should be a valid boolean"
+    ):
+        build(f"run.deterministic={value}")
+
+
 def test_an_objective_sets_what_the_config_does_not():
     dapo = build("learner.objective.name=dapo").learner.objective
     assert (dapo.clip_high, dapo.aggregation, dapo.dual_clip) == (0.28, "token_mean", None)
