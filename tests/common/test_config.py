@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -83,6 +84,18 @@ def test_none_is_an_override():
 def test_an_override_is_yaml_whose_numbers_may_have_an_exponent(written: str, read: Any):
     key, value = c.parse_override(f"a.b={written}")
     assert (key, value, type(value)) == ("a.b", read, type(read))
+
+
+@pytest.mark.parametrize(
+    ("written", "lost"),
+    [("Answer #1 first", "#1 first"), ("###", "###"), ("---", "---"), ("[a, b] # c", "# c")],
+)  # fmt: skip
+def test_an_override_of_which_yaml_leaves_out_a_part_is_refused(written: str, lost: str):
+    with pytest.raises(ConfigError, match=rf"a\.b.* loses '{re.escape(lost)}'.*in quotes"):
+        c.parse_override(f"a.b={written}")
+    quoted = json.dumps(written)
+    assert c.parse_override(f"a.b={quoted}") == ("a.b", written)
+    assert c.parse_override(f"a.b=[x#y, {quoted}]") == ("a.b", ["x#y", written])
 
 
 @pytest.mark.parametrize("value", ["1e5", "-2.5e3", "007", ".5", "on", "1.0", "2026-11-22"])

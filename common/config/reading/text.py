@@ -7,6 +7,7 @@ that ``1e-6`` is a number as it is everywhere else. Text is quoted by the same r
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,6 +30,8 @@ _RESOLVERS = {
 }
 for _first in "-+.0123456789":
     _RESOLVERS[_first].append((_FLOAT, _FLOAT_1_2))
+
+_MARKS = (yaml.DocumentStartToken, yaml.DocumentEndToken)
 
 MOST_NODES = 100_000
 MOST_LEVELS = 32
@@ -61,6 +64,26 @@ def parse_yaml(text: str, what: str) -> Any:
         line = " ".join(str(error).split())[:200]
         raise ConfigError(f"{what} can't be read as YAML: {line}") from None
     return copied(tree)
+
+
+def parse_value(text: str, what: str) -> Any:
+    """Reads a value that was typed on a command line as YAML, of which nothing may be left out.
+
+    Raises:
+        ConfigError: see :func:`parse_yaml`, or YAML would take a part of it for a comment or for the mark of a document.
+    """
+    value = parse_yaml(text, what)
+    end, lost = 0, ""
+    for token in yaml.scan(text, _Loader):
+        if not isinstance(token, _MARKS):
+            lost += text[end : token.start_mark.index]
+            end = token.end_mark.index
+    if lost := (lost + text[end:]).strip():
+        raise ConfigError(
+            f"{what} loses {lost!r}, which YAML takes for a comment or for the mark of a document: put text in quotes, "
+            f"{json.dumps(text.strip(), ensure_ascii=False)}, or leave that part out"
+        )
+    return value
 
 
 def copied(node: Any, counted: Iterator[int] | None = None, depth: int = 0) -> Any:
