@@ -98,6 +98,20 @@ def test_an_override_of_which_yaml_leaves_out_a_part_is_refused(written: str, lo
     assert c.parse_override(f"a.b=[x#y, {quoted}]") == ("a.b", ["x#y", written])
 
 
+def test_a_preset_that_has_a_key_twice_is_refused(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("run:\n  steps: 1\nlog: {}\nrun:\n  seed: 7\n")
+    with pytest.raises(
+        ConfigError, match=r"mine\.yaml .* the key run is in line 1 and again in line 4"
+    ):
+        c.read_yaml(file)
+    with pytest.raises(ConfigError, match=r"the key steps is in line 1 and again in line 1"):
+        c.parse_override("run={steps: 1, steps: 2}")
+    # What an anchor gives may be set again.
+    merged = "{a: &a {x: 1, y: 1}, b: &b {z: 1}, c: {<<: *a, <<: *b, x: 2}}"
+    assert c.parse_yaml(merged, "it")["c"] == {"x": 2, "y": 1, "z": 1}
+
+
 @pytest.mark.parametrize("value", ["1e5", "-2.5e3", "007", ".5", "on", "1.0", "2026-11-22"])
 def test_text_that_looks_like_a_number_is_saved_as_text(value: str):
     config = build(run={"steps": 1, "dir": value})

@@ -40,6 +40,21 @@ MOST_LEVELS = 32
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _RESOLVERS
 
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """PyYAML would take the last value of a key that a mapping has twice, without a word."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            line = key.start_mark.line + 1
+            if (first := lines.get((key.tag, key.value))) is not None:
+                raise yaml.YAMLError(
+                    f"the key {key.value} is in line {first} and again in line {line}: put both into one"
+                )
+            lines[key.tag, key.value] = line
+        return node
+
 
 class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _RESOLVERS
