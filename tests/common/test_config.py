@@ -226,7 +226,9 @@ def test_differences_name_key_old_and_new():
     "text",
     ["run.steps=99", "log.every=1", "learner.optimizer.lr=1", "launch.bind=::1", "rollout.workers=9",
      "replay.lease_seconds=3", "weights.stage_seconds=9", "learner.ratio_check.on_alarm=quarantine",
-     "rollout.vllm.gpu_memory_utilization=0.3", "rollout.gpus_per_worker=2"],
+     "rollout.vllm.gpu_memory_utilization=0.3", "rollout.gpus_per_worker=2",
+     "learner.gradient_checkpointing=true", "weights.topology=broadcast", "weights.bucket_mb=8",
+     "weights.snapshot_every=4", "weights.snapshot_folder=/mnt/weights"],
 )  # fmt: skip
 def test_a_resumed_run_may_change_schedule_logging_and_counts(text: str):
     assert c.differences(build(), build(text))
@@ -250,6 +252,17 @@ def test_every_changeable_pattern_names_a_key():
     # A component's parameters are its own.
     patterns = [pattern for pattern in c.CHANGEABLE if ".params." not in pattern]
     assert [p for p in patterns if not any(fnmatchcase(k, p) for k in keys)] == []
+
+
+def test_the_page_lists_what_a_resumed_run_may_change():
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+    section = (
+        page.read_text(encoding="utf-8")
+        .split("## What a resumed run may change")[1]
+        .split("\n## ")[0]
+    )
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert sorted(re.findall("`(.*?)`", " ".join(rows))) == sorted(c.CHANGEABLE)
 
 
 def test_every_field_of_the_config_is_explained():
