@@ -452,10 +452,13 @@ class Transfers:
             return
         published.started = True
         self._is_writing = True
+        # What is offered while this one is written is the newest so far, which is kept.
+        offers = [peer.transfer.offer for peer in self._peers.values() if peer.transfer is not None]
+        being_read = {Path(offer.place).name for offer in offers if offer.way == "snapshot"}
 
         def write() -> None:
             manifest = self._slots.manifest(published)
-            snapshot.write(manifest, published.slot.staged, self._snapshots)
+            snapshot.write(manifest, published.slot.staged, self._snapshots, being_read)
 
         then = partial(self._on_snapshot, published)
         self._in_thread("weights-snapshot", published, write, then)

@@ -212,7 +212,9 @@ class TestSnapshots:
             time.sleep(0.01)
         assert (in_the_way / "weights" / run.join.run_id / "LATEST").read_text() == "1.0"
 
-    def test_slow_workers_that_read_them_hold_no_buffers(self, run: Any, tmp_path: Path) -> None:
+    def test_slow_workers_that_read_them_keep_them_and_hold_no_buffers(
+        self, run: Any, tmp_path: Path
+    ) -> None:
         options = ways(run, transport="snapshot", snapshot_folder=str(tmp_path))
         publisher = run.publisher()
         with contextlib.ExitStack() as stack:
@@ -237,6 +239,9 @@ class TestSnapshots:
                 publisher.publish(v(step), model(step, big=True))
                 assert worker.next() == (v(step), as_bytes(model(step, big=True)))
             assert publisher.stats()["buffers"] == 2
+            # The newest two, and those that are being read.
+            folder = tmp_path / run.join.run_id
+            assert sorted(path.name for path in folder.glob("1.*")) == ["1.0", "1.1", "1.3", "1.4"]
 
     def test_they_are_written_as_often_as_asked(self, run: Any, tmp_path: Path) -> None:
         folder = tmp_path / "weights"
