@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from itertools import chain
 from pathlib import Path
 
-_CGROUPS = Path("/sys/fs/cgroup")
+from .control_groups import LISTED, ROOT, groups
 
 
 def usable_cores() -> int:
@@ -18,32 +19,18 @@ def usable_cores() -> int:
     return cores if bound is None else max(1, min(cores, int(bound)))
 
 
-def quota(
-    group: Path = Path("/proc/self/cgroup"),
-    roots: tuple[Path, ...] = (_CGROUPS, _CGROUPS / "unified"),
-) -> float | None:
+def quota(listed: Path = LISTED, root: Path = ROOT) -> float | None:
     """Cores' worth of time that the control groups of this process grant it, as containers have them; None = no bound.
 
     Read from ``cpu.max`` of its group and of those above it (control groups version 2; cgroup-v2.rst of the Linux
     kernel), which holds microseconds of a period, and the period.
     """
-    try:
-        lines = group.read_text().splitlines()
-    except OSError:
-        return None
-    own = next((line[3:] for line in lines if line.startswith("0::")), None)
-    if own is None:
-        return None
     bounds = []
-    for root in roots:
-        place = root / own.lstrip("/")
-        for folder in (place, *place.parents):
-            if folder != root and root not in folder.parents:
-                break
-            try:
-                granted, period = (folder / "cpu.max").read_text().split()
-                bounds.append(float(granted) / float(period))
-            except (OSError, ValueError):
-                # No such file at the root, "max" where there is no bound.
-                continue
+    for folder in chain.from_iterable(groups("cpu", listed, root)):
+        try:
+            granted, period = (folder / "cpu.max").read_text().split()
+            bounds.append(float(granted) / float(period))
+        except (OSError, ValueError):
+            # No such file at the root, "max" where there is no bound.
+            continue
     return min(bounds, default=None)

@@ -12,16 +12,17 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import psutil
 
 from .confinement import libc
+from .control_groups import LISTED, ROOT, groups
 from .errors import OutOfMemoryError
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-_CGROUPS = Path("/sys/fs/cgroup")
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
@@ -36,6 +37,22 @@ def greatest() -> int:
     # Kilobytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def total(listed: Path = LISTED, root: Path = ROOT) -> int:
+    """Bytes of main memory that this machine has, or that the control groups of this process let it use, if that is less.
+
+    Read from ``memory.max`` (version 2) or ``memory.limit_in_bytes`` (version 1) of its groups and of those above them.
+    """
+    bounds = [int(psutil.virtual_memory().total)]
+    for folder in chain.from_iterable(groups("memory", listed, root)):
+        for file in ("memory.max", "memory.limit_in_bytes"):
+            try:
+                bounds.append(int((folder / file).read_text()))
+            except (OSError, ValueError):
+                # No such file at the root, "max" where there is no bound.
+                continue
+    return min(bounds)
 
 
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
@@ -151,24 +168,15 @@ def telling_parts(parts: Callable[[], Mapping[str, int]]) -> Iterator[None]:
         raise OutOfMemoryError(what_was_asked(error), dict(parts())) from error
 
 
-def kills() -> int:
+def kills(listed: Path = LISTED, root: Path = ROOT) -> int:
     """How often the kernel has killed a process for want of memory, by all counters that can be read: those
     of this process's control groups and the machine's."""
     counted = [_counter(Path("/proc/vmstat"), "oom_kill")]
-    try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        groups = []
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            counted += [
-                _counter(root / path.lstrip("/") / "memory.events", "oom_kill")
-                for root in (_CGROUPS, _CGROUPS / "unified")
-            ]
-        elif "memory" in controllers.split(","):
-            place = _CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control"
-            counted.append(_counter(place, "oom_kill"))
+    for own, *_ in groups("memory", listed, root):
+        # Of version 2, and of version 1.
+        counted += [
+            _counter(own / file, "oom_kill") for file in ("memory.events", "memory.oom_control")
+        ]
     return sum(counted)
 
 

@@ -180,7 +180,7 @@ def broadcast_bytes(payload: bytes | None, source: int = 0) -> bytes:
     size = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
     dist.broadcast(size, source)
     data = torch.empty(int(size), dtype=torch.uint8)
-    if payload is not None:
+    if payload:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if len(data):
         dist.broadcast(data, source)

@@ -45,7 +45,7 @@ from .reading.loading import (
 )
 from .reading.of_set import of_set
 from .reading.resuming import CHANGEABLE, differences, frozen_differences, frozen_digest, leaves
-from .reading.text import parse_yaml, yaml_text
+from .reading.text import parse_value, parse_yaml, yaml_text
 from .replay import ReplayConfig
 from .reward import ComponentConfig, RewardConfig
 from .rollout import (
@@ -105,6 +105,7 @@ __all__ = [
     "with_overrides",
     "of_kinds",
     "parse_override",
+    "parse_value",
     "parse_yaml",
     "read_yaml",
     "read_config",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, StrictBool
 
 from ..import_path import is_import_path
 from .section import Positive, Seconds, Section
@@ -47,7 +47,7 @@ class RunConfig(Section):
     """Number of passes over the data; the last step may then be short."""
     last_step: Positive | None = None
     """End the run after this step, with the schedule of all of them; None = the last one."""
-    deterministic: bool = False
+    deterministic: StrictBool = False
     """Whether the same seed gives the same parameters bit for bit, whichever processes are killed on the
     way. It sets on-policy sampling, one group per engine batch and no group deadline. Holds for the
     torch engine on CPUs with the same number of threads and ranks; slower. One dependence on time is

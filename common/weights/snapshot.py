@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -27,16 +28,21 @@ from .manifest import WeightManifest
 from .shared_memory import Memory, StagedTensors
 
 KEPT = 2
-"""Number of newest snapshots to keep; a worker may still be reading the last but one."""
+"""Number of newest snapshots to keep besides those that are being read; the last but one is offered while the next is written."""
 LATEST = "LATEST"
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 _NAME = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})")
 
 
-def write(manifest: WeightManifest, staged: StagedTensors, folder: Path) -> None:
+def write(
+    manifest: WeightManifest, staged: StagedTensors, folder: Path, being_read: Collection[str] = ()
+) -> None:
     """The learner's end: writes a version into the folder of all snapshots, which is created if need be,
     points ``LATEST`` to it and removes old ones.
+
+    Args:
+        being_read: names of older snapshots that workers may be reading, which are kept.
 
     Raises:
         WeightsError: it couldn't be written; all is as before.
@@ -59,7 +65,7 @@ def write(manifest: WeightManifest, staged: StagedTensors, folder: Path) -> None
             f"no snapshot of version {version} could be written to {folder}: {error}; "
             f"check free space and permissions, or set weights.snapshot_folder"
         ) from None
-    _remove_old(folder)
+    _remove_old(folder, being_read)
 
 
 def fetch(manifest: WeightManifest, place: str, memory: Memory) -> StagedTensors:
@@ -90,12 +96,13 @@ def fetch(manifest: WeightManifest, place: str, memory: Memory) -> StagedTensors
     return staged
 
 
-def _remove_old(folder: Path) -> None:
-    """Removes all but the newest snapshots, and what a learner left that died while writing."""
+def _remove_old(folder: Path, being_read: Collection[str]) -> None:
+    """Removes all but the newest snapshots and those that are being read, and what a learner left that died while writing."""
     found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     found.sort(key=lambda each: (int(each[0][1]), int(each[0][2])))
     for _, path in found[:-KEPT]:
-        shutil.rmtree(path, ignore_errors=True)
+        if path.name not in being_read:
+            shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".*.*"):
         # There is only one learner at a time.
         if _NAME.match(path.name[1:]):

@@ -47,6 +47,8 @@ LOST_SECONDS = 2.0
 """A worker that doesn't know of an offer this old never got it, since it asks once a second."""
 GATHER_SECONDS = 2.0
 """A broadcast waits this long for a member to accept, then goes on with those that did."""
+UNREAD = ("snapshot", RENAME)
+"""Ways by which a worker reads none of the learner's buffers."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 """Shortest and longest pause between attempts with one worker or at a snapshot, in seconds; it doubles each time."""
 
@@ -73,8 +75,10 @@ class Transfer:
     """One version on its way to one worker."""
 
     offer: Offer
-    published: Published
-    """The version, pinned."""
+    published: Published | None
+    """The version, pinned; None if the worker reads no buffer of the learner's (:data:`UNREAD`)."""
+    since: float
+    """``perf_counter`` when the version was published."""
     wait: Wait
     """What the worker should do next."""
     round: Round | None
@@ -140,6 +144,8 @@ class Transfers:
 
         self._snapshot: WeightManifest | None = None
         """The newest snapshot's."""
+        self._snapshot_since = 0.0
+        """``perf_counter`` when the newest snapshot's version was published."""
         self._snapshot_failures = 0
         """Number of snapshots in a row that couldn't be written."""
         self._next_snapshot = 0.0
@@ -298,7 +304,13 @@ class Transfers:
         if offer is None:
             self._slots.release(published.slot)
             return
-        published.started = True
+        is_newest = offer.manifest.version == published.version
+        since = published.since if is_newest else self._snapshot_since
+        published.started |= is_newest
+        pinned: Published | None = published
+        if offer.way in UNREAD:
+            self._slots.release(published.slot)
+            pinned = None
         shared, seconds = None, self._settings.open_seconds
         if offer.way in WAYS and WAYS[offer.way].channel is not None:
             shared = self._round_of(offer)
@@ -306,7 +318,9 @@ class Transfers:
             if self._settings.topology == "broadcast":
                 seconds = min(seconds, GATHER_SECONDS)
         wait = Wait(peer.member, f"acknowledge version {offer.manifest.version}", seconds)
-        peer.transfer = Transfer(offer=offer, published=published, wait=wait, round=shared)
+        peer.transfer = Transfer(
+            offer=offer, published=pinned, since=since, wait=wait, round=shared
+        )
         self._send(peer, offer)
 
     def _best_offer(self, peer: Peer, published: Published) -> Offer | None:
@@ -370,6 +384,7 @@ class Transfers:
         """Starts sending, and sends each member the meeting point."""
         kind, published = WAYS[one.offer.way].channel, members[0][1].published
         assert kind is not None
+        assert published is not None
         try:
             point = one.meeting_point = meeting_point(self._interface, self._ports)
             channel = one.channel = kind(self._settings, self._slots.device)
@@ -437,10 +452,13 @@ class Transfers:
             return
         published.started = True
         self._is_writing = True
+        # What is offered while this one is written is the newest so far, which is kept.
+        offers = [peer.transfer.offer for peer in self._peers.values() if peer.transfer is not None]
+        being_read = {Path(offer.place).name for offer in offers if offer.way == "snapshot"}
 
         def write() -> None:
             manifest = self._slots.manifest(published)
-            snapshot.write(manifest, published.slot.staged, self._snapshots)
+            snapshot.write(manifest, published.slot.staged, self._snapshots, being_read)
 
         then = partial(self._on_snapshot, published)
         self._in_thread("weights-snapshot", published, write, then)
@@ -457,6 +475,7 @@ class Transfers:
                     self._postpone(peer)
             return
         self._snapshot = self._slots.manifest(published)
+        self._snapshot_since = published.since
         self._snapshot_failures = 0
         self._counts["snapshots"] += 1
         for peer in self._peers.values():
@@ -469,19 +488,19 @@ class Transfers:
         peer.transfer = None
         peer.failures = 0
         peer.next_try = 0.0
-        self._slots.release(transfer.published.slot)
+        if transfer.published is not None:
+            self._slots.release(transfer.published.slot)
         nbytes = manifest.layout.total_bytes if way != RENAME else 0
         self._counts["committed"] += 1
         self._counts["bytes"] += nbytes
-        since = transfer.published.since
         peer.last = {
             "version": [manifest.version.term, manifest.version.step],
             "transport": way,
             "seconds": round(ask.fetched, 6),
             "gb_per_second": round(nbytes / max(ask.fetched, 1e-9) / 1e9, 4),
             "pause_seconds": round(ask.paused, 6),
-            "arrival_seconds": round(transfer.begun - since + ask.fetched, 6),
-            "latency_seconds": round(time.perf_counter() - since, 6),
+            "arrival_seconds": round(transfer.begun - transfer.since + ask.fetched, 6),
+            "latency_seconds": round(time.perf_counter() - transfer.since, 6),
         }
 
     def _fail(self, peer: Peer, reason: str, *, tell: bool = True) -> None:
@@ -489,9 +508,10 @@ class Transfers:
         transfer, peer.transfer = peer.transfer, None
         if transfer is None:
             return
-        # A worker that refused has stopped reading; one that was given up may still be.
-        retire = tell and transfer.offer.way == "shared_memory"
-        self._slots.release(transfer.published.slot, retire=retire)
+        if transfer.published is not None:
+            # A worker that refused has stopped reading; one that was given up may still be.
+            retire = tell and transfer.offer.way == "shared_memory"
+            self._slots.release(transfer.published.slot, retire=retire)
         self._counts["failed"] += 1
         if tell:
             self._send(peer, Withdraw(round=transfer.offer.round, reason=reason[:1000]))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...common.config import parse_yaml
+from ...common.config import parse_value
 from ...common.config.environments import VerifiersEnvironment
 from ...common.errors import ConfigError, TandemError
 from ...common.printable import printable
@@ -76,7 +76,7 @@ def _of_verifiers(arguments: argparse.Namespace) -> Iterator[Mapping[str, Any]]:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set {setting} should be KEY=VALUE")
-        taskset[key] = parse_yaml(value, f"the value of --set {key}, {value!r},")
+        taskset[key] = parse_value(value, f"the value of --set {key}, {value!r},")
     spec = VerifiersEnvironment(python=arguments.python, config={"taskset": taskset})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tasks"

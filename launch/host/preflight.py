@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -303,7 +304,14 @@ def check_addresses(config: Config) -> None:
     from ...common.sockets import local_address
     from .redis_server import choose_port
 
-    choose_port(config.launch.bind, None)
+    bind = config.launch.bind
+    try:
+        ipaddress.ip_address(bind)
+    except ValueError:
+        raise ConfigError(
+            f"launch.bind={bind} is no IP address: name one of this host's, or 127.0.0.1"
+        ) from None
+    choose_port(bind, None)
     local_address(config.weights_interface)
     if config.launch.port_range is not None:
         check_ports(config, config.launch.port_range)

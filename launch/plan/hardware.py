@@ -8,9 +8,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass, replace
 
-import psutil
-
 from ...common.cores import usable_cores
+from ...common.memory import total
 
 QUERY = ("--query-gpu=index,name,memory.total,uuid", "--format=csv,noheader,nounits")
 UUIDS = ("GPU-", "MIG-")
@@ -52,7 +51,7 @@ class Machine:
     cores: int
     """CPU cores that this process may use."""
     memory_mb: int
-    """Total main memory, MiB."""
+    """Main memory that this process and its children may use, MiB."""
 
     def __str__(self) -> str:
         gpus = "no GPU"
@@ -67,7 +66,7 @@ def machine() -> Machine:
     return Machine(
         gpus=gpus(),
         cores=usable_cores(),
-        memory_mb=psutil.virtual_memory().total >> 20,
+        memory_mb=total() >> 20,
     )
 
 

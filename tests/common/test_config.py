@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -83,6 +84,32 @@ def test_none_is_an_override():
 def test_an_override_is_yaml_whose_numbers_may_have_an_exponent(written: str, read: Any):
     key, value = c.parse_override(f"a.b={written}")
     assert (key, value, type(value)) == ("a.b", read, type(read))
+
+
+@pytest.mark.parametrize(
+    ("written", "lost"),
+    [("Answer #1 first", "#1 first"), ("###", "###"), ("---", "---"), ("[a, b] # c", "# c")],
+)  # fmt: skip
+def test_an_override_of_which_yaml_leaves_out_a_part_is_refused(written: str, lost: str):
+    with pytest.raises(ConfigError, match=rf"a\.b.* loses '{re.escape(lost)}'.*in quotes"):
+        c.parse_override(f"a.b={written}")
+    quoted = json.dumps(written)
+    assert c.parse_override(f"a.b={quoted}") == ("a.b", written)
+    assert c.parse_override(f"a.b=[x#y, {quoted}]") == ("a.b", ["x#y", written])
+
+
+def test_a_preset_that_has_a_key_twice_is_refused(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("run:\n  steps: 1\nlog: {}\nrun:\n  seed: 7\n")
+    with pytest.raises(
+        ConfigError, match=r"mine\.yaml .* the key run is in line 1 and again in line 4"
+    ):
+        c.read_yaml(file)
+    with pytest.raises(ConfigError, match=r"the key steps is in line 1 and again in line 1"):
+        c.parse_override("run={steps: 1, steps: 2}")
+    # What an anchor gives may be set again.
+    merged = "{a: &a {x: 1, y: 1}, b: &b {z: 1}, c: {<<: *a, <<: *b, x: 2}}"
+    assert c.parse_yaml(merged, "it")["c"] == {"x": 2, "y": 1, "z": 1}
 
 
 @pytest.mark.parametrize("value", ["1e5", "-2.5e3", "007", ".5", "on", "1.0", "2026-11-22"])
@@ -199,7 +226,9 @@ def test_differences_name_key_old_and_new():
     "text",
     ["run.steps=99", "log.every=1", "learner.optimizer.lr=1", "launch.bind=::1", "rollout.workers=9",
      "replay.lease_seconds=3", "weights.stage_seconds=9", "learner.ratio_check.on_alarm=quarantine",
-     "rollout.vllm.gpu_memory_utilization=0.3", "rollout.gpus_per_worker=2"],
+     "rollout.vllm.gpu_memory_utilization=0.3", "rollout.gpus_per_worker=2",
+     "learner.gradient_checkpointing=true", "weights.topology=broadcast", "weights.bucket_mb=8",
+     "weights.snapshot_every=4", "weights.snapshot_folder=/mnt/weights"],
 )  # fmt: skip
 def test_a_resumed_run_may_change_schedule_logging_and_counts(text: str):
     assert c.differences(build(), build(text))
@@ -223,6 +252,17 @@ def test_every_changeable_pattern_names_a_key():
     # A component's parameters are its own.
     patterns = [pattern for pattern in c.CHANGEABLE if ".params." not in pattern]
     assert [p for p in patterns if not any(fnmatchcase(k, p) for k in keys)] == []
+
+
+def test_the_page_lists_what_a_resumed_run_may_change():
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+    section = (
+        page.read_text(encoding="utf-8")
+        .split("## What a resumed run may change")[1]
+        .split("\n## ")[0]
+    )
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert sorted(re.findall("`(.*?)`", " ".join(rows))) == sorted(c.CHANGEABLE)
 
 
 def test_every_field_of_the_config_is_explained():
@@ -274,6 +314,14 @@ def test_a_deterministic_run_has_the_settings_that_make_it_so():
 def test_a_deterministic_run_refuses_an_engine_that_is_not():
     with pytest.raises(ConfigError, match=r"run\.deterministic=true needs rollout\.engine=torch"):
         build("run.deterministic=true", "rollout.engine=vllm")
+
+
+@pytest.mark.parametrize("value", ["1", "'true'", "'yes'"])
+def test_a_deterministic_run_is_asked_for_by_true_alone(value: str):
+    with pytest.raises(
+        ConfigError, match=r"run\.deterministic=\S+: input should be a valid boolean"
+    ):
+        build(f"run.deterministic={value}")
 
 
 def test_an_objective_sets_what_the_config_does_not():

@@ -40,7 +40,7 @@ def test_a_quota_of_the_control_groups_bounds_them(
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text + "\n")
-    assert cores.quota(group, (root, root / "unified")) == bound
+    assert cores.quota(group, root) == bound
 
 
 @pytest.mark.parametrize(("bound", "usable"), [(None, 4), (0.5, 1), (2.9, 2), (16.0, 4)])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tandem.common import memory
@@ -28,6 +29,34 @@ BLOCK = 96 << 20
 """Over the greatest size that glibc takes from its heap, so that it is given back at once."""
 GROUPS = 4 << 20
 """As large as some large groups."""
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "bound"),
+    [
+        # As a container sees itself.
+        ("0::/", {"memory.max": "1048576"}, 1 << 20),
+        # The smallest of its group's and of those above it.
+        ("0::/a/b", {"a/memory.max": "4096", "a/b/memory.max": "max"}, 4096),
+        ("0::/a/b", {"a/memory.max": "8192", "a/b/memory.max": "4096"}, 4096),
+        # Version 1, and version 2 beside it.
+        ("4:memory:/x\n0::/", {"memory/x/memory.limit_in_bytes": "8192"}, 8192),
+        ("4:cpu:/x\n0::/a", {"unified/a/memory.max": "4096", "memory/memory.max": "1"}, 4096),
+        # What version 1 has where there is no bound.
+        ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("0::/", {}, None),
+    ],
+)
+def test_control_groups_bound_the_memory_that_there_is(
+    tmp_path: Path, own: str, files: dict[str, str], bound: int | None
+) -> None:
+    listed = tmp_path / "cgroup"
+    listed.write_text(own + "\n")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    there = psutil.virtual_memory().total if bound is None else bound
+    assert memory.total(listed, tmp_path) == there
 
 
 @pytest.mark.skipif(not begin_again(), reason="the kernel's mark can't be set back here")
@@ -89,21 +118,15 @@ def test_the_parts_are_told_with_the_error_and_other_errors_pass() -> None:
         raise KeyError("x")
 
 
-def test_kills_are_added_up_from_every_counter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = kills()
-    groups = Path("/proc/self/cgroup").read_text().splitlines()
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        place, file = tmp_path / path.lstrip("/"), "memory.events"
-        if controllers:
-            place, file = tmp_path / "memory" / path.lstrip("/"), "memory.oom_control"
-        if not controllers or "memory" in controllers:
-            place.mkdir(parents=True, exist_ok=True)
-            (place / file).write_text("oom 9\noom_kill 100\n")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
-    assert kills() >= before % 100 + 100
+def test_kills_are_added_up_from_every_counter(tmp_path: Path) -> None:
+    listed = tmp_path / "cgroup"
+    listed.write_text("4:memory:/x\n3:cpu:/x\n0::/a\n")
+    before = kills(listed, tmp_path)
+    # Those of the group above may be another container's.
+    for file in ("memory/x/memory.oom_control", "a/memory.events", "memory.events"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("oom 9\noom_kill 100\n")
+    assert before + 200 <= kills(listed, tmp_path) < before + 300
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what other C libraries do differs")

@@ -50,20 +50,38 @@ with process_group(Seat(rank=rank, world_size=2, local_rank=rank, port=port)):
 """
 
 
-def test_nobody_can_come_to_the_meeting_once_all_ranks_are_there() -> None:
+def _said_by_two_ranks(program: str) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", MEET, str(rank), str(port)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, str(rank), str(port)], stdout=subprocess.PIPE, text=True
         )
         for rank in (0, 1)
     ]
     said = [rank.communicate(timeout=100)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
+    return said
+
+
+def test_nobody_can_come_to_the_meeting_once_all_ranks_are_there() -> None:
     # gloo's own sockets are left.
-    assert said == ["word ['127.0.0.1'] False\n"] * 2
+    assert _said_by_two_ranks(MEET) == ["word ['127.0.0.1'] False\n"] * 2
+
+
+GATHER = """
+import sys
+from tandem.learner.rendezvous import Seat, gather_names, process_group
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+with process_group(Seat(rank=rank, world_size=2, local_rank=rank, port=port)):
+    print(gather_names(["margin", "pairs"] if rank == 0 else []))
+"""
+
+
+def test_a_rank_may_have_nothing_to_name() -> None:
+    # A rank without a row of its own, as in a last step of fewer groups than ranks.
+    assert _said_by_two_ranks(GATHER) == ["[['margin', 'pairs'], []]\n"] * 2
 
 
 def test_a_port_that_somebody_took_meanwhile_is_worth_another_start(

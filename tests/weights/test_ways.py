@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import weight_processes as processes
+from raw_worker import RawWorker
 from safetensors.torch import load_file
 from served import wait_served
 from weight_processes import as_bytes, model
@@ -18,6 +20,7 @@ from weight_processes import as_bytes, model
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.weights import staging, transfers
+from tandem.common.weights.protocol import Offer
 from tandem.common.weights.shared_memory import SHARED_MEMORY
 
 
@@ -208,6 +211,37 @@ class TestSnapshots:
             assert time.monotonic() < end
             time.sleep(0.01)
         assert (in_the_way / "weights" / run.join.run_id / "LATEST").read_text() == "1.0"
+
+    def test_slow_workers_that_read_them_keep_them_and_hold_no_buffers(
+        self, run: Any, tmp_path: Path
+    ) -> None:
+        options = ways(run, transport="snapshot", snapshot_folder=str(tmp_path))
+        publisher = run.publisher()
+        with contextlib.ExitStack() as stack:
+            reading: list[tuple[RawWorker, Offer]] = []
+            for step in range(2):
+                publisher.publish(v(step), model(step, big=True))
+                slow = stack.enter_context(contextlib.closing(RawWorker(run, f"slow-{step}")))
+                slow.ask()
+                offer = slow.heard(20)
+                while isinstance(offer, Offer) and offer.manifest.version != v(step):
+                    # The snapshot before, while its own is being written.
+                    slow.ask(offer.round)
+                    offer = slow.heard(20)
+                assert isinstance(offer, Offer)
+                slow.ask(offer.round, busy=True)
+                reading.append((slow, offer))
+            worker = run.worker(**options)
+            assert worker.next()[0] == v(1)
+            for step in range(2, 5):
+                for slow, offer in reading:
+                    slow.ask(offer.round, busy=True)
+                publisher.publish(v(step), model(step, big=True))
+                assert worker.next() == (v(step), as_bytes(model(step, big=True)))
+            assert publisher.stats()["buffers"] == 2
+            # The newest two, and those that are being read.
+            folder = tmp_path / run.join.run_id
+            assert sorted(path.name for path in folder.glob("1.*")) == ["1.0", "1.1", "1.3", "1.4"]
 
     def test_they_are_written_as_often_as_asked(self, run: Any, tmp_path: Path) -> None:
         folder = tmp_path / "weights"

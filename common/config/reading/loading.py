@@ -18,7 +18,7 @@ from ..checks.deepspeed import content_of
 from ..learner import unread_by
 from ..rollout import may_be_vllm
 from ..tree import DETERMINISTIC, Config
-from .text import copied, parse_yaml, yaml_text
+from .text import copied, parse_value, parse_yaml, yaml_text
 
 
 def valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
@@ -79,7 +79,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key = key.strip()
     if not equals or not key:
         raise ConfigError(f"{text!r} is not an override: write it as section.key=value")
-    return key, parse_yaml(raw, f"the value of {key}, {raw!r},")
+    return key, parse_value(raw, f"the value of {key}, {raw!r},")
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -56,6 +56,7 @@ CHANGEABLE: tuple[str, ...] = (
     "learner.checkpoints",
     "learner.zero_stage",
     "learner.offload",
+    "learner.gradient_checkpointing",
     # It may name the stage, and what may be set changes no more than the order of sums.
     "learner.deepspeed*",
     "learner.threads",
@@ -72,6 +73,9 @@ CHANGEABLE: tuple[str, ...] = (
     "log.*",
     # How weights travel, and not what.
     "weights.transport",
+    "weights.topology",
+    "weights.bucket_mb",
+    "weights.snapshot_*",
     "weights.*_seconds",
     "weights.interface",
     "weights.check_bound",

@@ -7,6 +7,7 @@ that ``1e-6`` is a number as it is everywhere else. Text is quoted by the same r
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,12 +31,29 @@ _RESOLVERS = {
 for _first in "-+.0123456789":
     _RESOLVERS[_first].append((_FLOAT, _FLOAT_1_2))
 
+_MARKS = (yaml.DocumentStartToken, yaml.DocumentEndToken)
+
 MOST_NODES = 100_000
 MOST_LEVELS = 32
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _RESOLVERS
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """PyYAML would take the last value of a key that a mapping has twice, without a word."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            line = key.start_mark.line + 1
+            if (first := lines.get((key.tag, key.value))) is not None:
+                raise yaml.YAMLError(
+                    f"the key {key.value} is in line {first} and again in line {line}: put both into one"
+                )
+            lines[key.tag, key.value] = line
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -61,6 +79,26 @@ def parse_yaml(text: str, what: str) -> Any:
         line = " ".join(str(error).split())[:200]
         raise ConfigError(f"{what} can't be read as YAML: {line}") from None
     return copied(tree)
+
+
+def parse_value(text: str, what: str) -> Any:
+    """Reads a value that was typed on a command line as YAML, of which nothing may be left out.
+
+    Raises:
+        ConfigError: see :func:`parse_yaml`, or YAML would take a part of it for a comment or for the mark of a document.
+    """
+    value = parse_yaml(text, what)
+    end, lost = 0, ""
+    for token in yaml.scan(text, _Loader):
+        if not isinstance(token, _MARKS):
+            lost += text[end : token.start_mark.index]
+            end = token.end_mark.index
+    if lost := (lost + text[end:]).strip():
+        raise ConfigError(
+            f"{what} loses {lost!r}, which YAML takes for a comment or for the mark of a document: put text in quotes, "
+            f"{json.dumps(text.strip(), ensure_ascii=False)}, or leave that part out"
+        )
+    return value
 
 
 def copied(node: Any, counted: Iterator[int] | None = None, depth: int = 0) -> Any:

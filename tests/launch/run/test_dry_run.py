@@ -166,7 +166,10 @@ def test_nccl_on_a_shared_gpu_is_refused_by_a_dry_run_and_by_a_start(
     assert list(here.iterdir()) == []
 
 
-@pytest.mark.parametrize("setting", ["launch.bind=nowhere.invalid", "weights.interface=no-such0"])
+@pytest.mark.parametrize(
+    "setting",
+    ["launch.bind=nowhere.invalid", "launch.bind=localhost", "weights.interface=no-such0"],
+)
 def test_an_address_that_is_not_this_hosts_is_told_and_not_started(
     setting: str, capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
