@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,24 @@ were sampled in the run, *expert* tokens stand in traces; `agg` is the sum over 
 denominator of `aggregation`, which is counted over the whole update, so that micro-batches, ranks
 and padding don't change it. Text of an environment is in no loss.
 
-A name has the keys of `learner.objective` that it reads (“reads”) and no others; their meanings stand at
-the [end of the page](#keys). Some it sets by itself (“sets”); what a preset or an override says wins. Naming
-another objective over a preset leaves out what the preset has for the old one, and says so; as an override
-a key that the name doesn't read is refused.
-Names marked *fresh* have nothing that holds stale samples, and need `replay.max_staleness=0`; those of
-them without a ratio (`reinforce`, `reinforce_baseline`, `srft`) need `learner.minibatches=1` and
-`learner.update_epochs=1` besides.
-“offline” says whether `tandem offline` trains with them on stored responses, where each one is a group of its own,
-or each pair of a better and a worse one. On the groups of an [archive](data.md#archives) all of them train,
-unless its first steps hold nothing for one: that one is refused before anything starts. A *fresh* one trains there too.
-Replayed with the settings of the run that made it, an archive's samples are as fresh as they were in that run; with other
-settings the policy soon differs from the one that sampled them, so choose an objective with a ratio then.
+An objective has the keys of `learner.objective` that it reads (“reads”) and no others; the [end of the page](#keys) explains them.
+Two sets of keys have names, since many objectives read them:
+
+@GROUPS@
+
+An objective has defaults of its own for some keys (“sets”); what a preset or an override says wins. If an override names
+another objective than the preset's, the preset's keys that the new one doesn't read are left out, and the run says so. An override of
+a key that the objective doesn't read is refused.
+
+Objectives marked *fresh* don't correct for stale samples, and need `replay.max_staleness=0`. Those of them without a ratio
+(`reinforce`, `reinforce_baseline`, `srft`) also need `learner.minibatches=1` and `learner.update_epochs=1`.
+
+“offline” says whether `tandem offline` trains with an objective on stored responses, where each response is a group of its own,
+or each pair of a better and a worse one. “No” means that the run is refused, because a trace alone in its group teaches such an
+objective nothing. All objectives, the *fresh* ones too, train on the groups of an [archive](data.md#archives). An objective for which
+the archive's first steps contain nothing to learn is refused at the start. Replayed with the settings of the run that made it, an
+archive's samples are as fresh as they were in that run. With other settings the policy soon differs from the one that sampled them;
+then choose an objective with a ratio.
 
 Advantages of `group_mean` and its like compare the rows of a group, which then needs two own samples with a
 verdict; with `none` and `reinforce_pp` one is enough, so that `rollout.group_size` may be 1. The same holds of
@@ -168,8 +175,15 @@ draws of whole buckets.
 """
 
 
+GROUPS = {
+    "shared": reads(key_groups.OwnTokens),
+    "clip": tuple(
+        key for key in reads(key_groups.Clipped) if key not in reads(key_groups.OwnTokens)
+    ),
+}
+"""Sets of keys that many objectives read."""
 OFFLINE = {
-    "nothing": "refused: a trace alone in its group teaches it nothing",
+    "nothing": "no",
     "pairs": "on pairs (`chosen` and `rejected`)",
     "by advantage": "with `advantage=none`, or `reinforce_pp` where the traces' rewards differ",
     "always": "yes",
@@ -210,6 +224,16 @@ def summary(kind: type[ObjectiveConfig]) -> str:
     return (kind.__doc__ or "").strip()
 
 
+def named(keys: Sequence[str]) -> str:
+    """An objective's keys, in which a set that has a name is one word."""
+    words, rest = [], list(keys)
+    for name, group in GROUPS.items():
+        if set(group) <= set(rest):
+            words.append(f"*{name}*")
+            rest = [key for key in rest if key not in group]
+    return ", ".join([*words, *(f"`{key}`" for key in rest)])
+
+
 def told(name: str, entry: type[ObjectiveConfig]) -> str:
     """The part of the page about one objective."""
     lines = [f"### {name}", "", summary(entry) + (" *fresh*" if entry.fresh else ""), ""]
@@ -221,7 +245,7 @@ def told(name: str, entry: type[ObjectiveConfig]) -> str:
     if own_defaults := sets(entry):
         listed = ", ".join(f"`{key}={shown(value)}`" for key, value in own_defaults.items())
         lines.append(f"- **sets**: {listed}")
-    lines.append("- **reads**: " + ", ".join(f"`{key}`" for key in reads(entry)))
+    lines.append(f"- **reads**: {named(reads(entry))}")
     alone = "pairs" if issubclass(entry, preferences.Pairs) else entry.alone
     lines.append(f"- **offline**: {OFFLINE[alone]}")
     more = [column for column in entry.needs if column != "behaviour"]
@@ -232,7 +256,10 @@ def told(name: str, entry: type[ObjectiveConfig]) -> str:
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD]
+    groups = (
+        f"- *{name}*: {', '.join(f'`{key}`' for key in group)}" for name, group in GROUPS.items()
+    )
+    parts = [HEAD.replace("@GROUPS@", "\n".join(groups))]
     overview = ["| name | what it is |", "|---|---|"]
     for name, entry in OBJECTIVES.items():
         overview.append(f"| [{name}](#{name}) | {summary(entry)} |")

@@ -1,10 +1,11 @@
-"""Writes docs/presets.md from the first lines of the presets that are shipped.
+"""Writes docs/presets.md from the presets that are shipped.
 
 .venv/bin/python docs/presets.py
 """
 
 from __future__ import annotations
 
+import re
 from itertools import takewhile
 from pathlib import Path
 
@@ -15,11 +16,11 @@ PAGE = Path(__file__).with_name("presets.md")
 HEAD = """# Presets
 
 The presets that are shipped, as `tandem presets` lists them. `.venv/bin/python docs/presets.py` writes this page from the
-first lines of the files in [launch/configs/](../launch/configs/).
+files in [launch/configs/](../launch/configs/), to which the names link.
 
-A preset with a source has the settings that its source has published, and says what differs. A test holds each against
-a table that is written by hand from the source, with every deviation listed
-(`tests/launch/plan/test_published_presets.py`). Nobody has run those for GPUs yet, so that their results are the
+A preset with a source has the settings that its source has published; the comment at the top of its file says what differs. A test
+compares each with a table that is written by hand from the source, with every deviation listed
+(`tests/launch/plan/test_published_presets.py`). Nobody has run those for GPUs yet, so their results are the
 sources' and not Tandem's. Their methods do run: `miniature-twin`, laid over a preset, keeps its objective, optimizer,
 schedule, staleness, rewards and use of traces, and replaces model, data and sizes by the miniature's:
 
@@ -35,31 +36,45 @@ out.
 """
 
 
-def paragraphs(name: str) -> list[str]:
-    """The comment with which a preset's file begins, if that names a source."""
+GPUS = re.compile(
+    r"[;,] (?:one node of |(?P<shared>engine and learner share ))?(?P<count>\d+|one) GPUs? (?:with|of) (?P<size>\d+) GB"
+    r"(?: or more|, one for the learner and one for vLLM)?"
+)
+"""What an ``about`` says of GPUs."""
+SOURCE = re.compile(r"Source: (?P<source>(?:[^():.]|\([^()]*\)|[:.](?! |$))+)")
+"""The source that a comment names, before it goes on to what was taken from there."""
+
+
+def source(name: str) -> str:
+    """Where a preset's settings were published; a dash if they are Tandem's own."""
     lines = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    comment = [line.removeprefix("#").strip() for line in takewhile(_is_comment, lines)]
-    return comment if comment and comment[0].startswith("Source:") else []
+    comment = takewhile(lambda line: line.startswith("#"), lines)
+    found = SOURCE.match(" ".join(line.removeprefix("#").strip() for line in comment))
+    return found["source"] if found else "–"
 
 
-def _is_comment(line: str) -> bool:
-    return line.startswith("#")
+def gpus(about: str) -> str:
+    """How many GPUs a preset is for, and of what size."""
+    found = GPUS.search(about)
+    if found is None:
+        return "none"
+    count = found["count"].replace("one", "1")
+    return f"{count} x {found['size']} GB" + (", shared" if found["shared"] else "")
 
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD]
-    for heading, own in (("With published settings", False), ("Tandem's own", True)):
-        parts.append(f"## {heading}\n")
-        for name in names():
-            comment = paragraphs(name)
-            if own == bool(comment):
-                continue
-            about = load(name).about
-            parts.append(f"- [`{name}`](../launch/configs/{name}.yaml): {about}.")
-            parts += [f"  {line}" for line in comment]
-        parts.append("")
-    return "\n".join(parts).rstrip() + "\n"
+    rows = ["| name | what it is | GPUs | source |", "|---|---|---|---|"]
+    for name in names():
+        about = load(name).about
+        cells = (
+            f"[{name}](../launch/configs/{name}.yaml)",
+            GPUS.sub("", about),
+            gpus(about),
+            source(name),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join([HEAD, *rows]) + "\n"
 
 
 if __name__ == "__main__":

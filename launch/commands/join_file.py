@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         join = structs.replace(join, host=arguments.host)
     write_private(out, json.dumps(sealed(structs.asdict(join))) + "\n")
     print(f"{out}: copy it to the other host (it holds the password), then run there:")
-    print(f"  tandem join {out.name} --role rollout")
+    print(f"  .venv/bin/tandem join {out.name} --role rollout")
     if is_loopback(join.host):
         print(
             f"note: the run listens on {join.host}, which other hosts can't reach; start it "
