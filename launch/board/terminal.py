@@ -19,6 +19,7 @@ from rich.text import Text
 from ...common.disk import try_append
 from ...common.printable import printable
 from . import view
+from .lines import Lines
 from .tty import Tty, has_blocks, has_colour, silence, wants_live
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ LAST_SECONDS = 2.0
 
 
 class Terminal:
-    """Prints lines; if the terminal goes away, it remembers this instead of failing.
+    """Prints lines; if the terminal goes away or takes nothing, that neither fails nor holds anybody up.
 
     Between :meth:`go_live` and :meth:`end_live` it draws a view below the lines, in a thread.
     """
@@ -55,6 +56,7 @@ class Terminal:
         self._unwritten: deque[str] = deque(maxlen=KEPT)
         self._screen: Screen | None = None
         self._handler = _Warnings(self.say)
+        self._lines = Lines(self._lost)
 
     def keep(self, log: Path) -> None:
         """Also appends everything that is said to a file, since nobody may be reading here."""
@@ -84,11 +86,7 @@ class Terminal:
         if self.gone:
             return
         self._said.append(line)
-        try:
-            print(line, flush=True)
-        except OSError:
-            # EPIPE or EIO: nobody reads any more. Python would try again at exit.
-            self._lost()
+        self._lines.print(line)
 
     def go_live(self, look: Callable[[], Snapshot]) -> None:
         """Draws what ``look`` returns from now on; does nothing if that isn't possible."""
