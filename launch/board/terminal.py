@@ -54,6 +54,7 @@ class Terminal:
         self._said: deque[str] = deque(maxlen=KEPT)
         self._log: Path | None = None
         self._unwritten: deque[str] = deque(maxlen=KEPT)
+        self._writing = threading.Lock()
         self._screen: Screen | None = None
         self._handler = _Warnings(self.say)
         self._lines = Lines(self._lost)
@@ -66,16 +67,18 @@ class Terminal:
     def note(self, *lines: str) -> None:
         """Writes lines to that file only; lines that find no space there are written later."""
         now = time.strftime("%H:%M:%S")
-        self._unwritten += [f"{now} {printable(line)}\n" for line in lines]
-        if self._log is None:
-            return
-        try:
-            with open(self._log, "ab", buffering=0) as file:
-                while self._unwritten:
-                    try_append(file, self._unwritten[0].encode("utf-8", "replace"))
-                    self._unwritten.popleft()
-        except OSError:
-            pass  # The disk is full, or the folder has gone: the user has been told all the same.
+        # The view's thread and those that warn write here too.
+        with self._writing:
+            self._unwritten += [f"{now} {printable(line)}\n" for line in lines]
+            if self._log is None:
+                return
+            try:
+                with open(self._log, "ab", buffering=0) as file:
+                    while self._unwritten:
+                        try_append(file, self._unwritten[0].encode("utf-8", "replace"))
+                        self._unwritten.popleft()
+            except OSError:
+                pass  # The disk is full, or the folder has gone: the user has been told all the same.
 
     def say(self, line: str) -> None:
         """Prints a line at once, or with the view's next frame."""

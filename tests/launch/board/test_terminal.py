@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,20 @@ def test_an_empty_line_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     for line in ("first", "", "last"):
         terminal.say(line)
     assert capsys.readouterr().out == "first\n\nlast\n"
+
+
+def test_lines_noted_by_several_threads_are_kept_once_each(tmp_path: Path) -> None:
+    terminal = Terminal(plain=True)
+    terminal.keep(tmp_path / "start.log")
+
+    def note(name: str) -> None:
+        for number in range(300):
+            terminal.note(f"{name} {number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(note, "abcd"))
+    kept = [line.split(" ", 1)[1] for line in (tmp_path / "start.log").read_text().splitlines()]
+    assert sorted(kept) == sorted(f"{name} {number}" for name in "abcd" for number in range(300))
 
 
 def test_lines_that_an_output_takes_late_are_printed_before_the_end() -> None:
