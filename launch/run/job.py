@@ -18,7 +18,7 @@ from ..host.folder_lock import FolderLock
 from ..host.preflight import check_disk, check_host
 from ..ingest.process import Found, IngestProcess
 from ..plan.hardware import Machine, machine
-from ..plan.placement import place
+from ..plan.placement import place, trackers_of
 from ..plan.planning import problems_on_paper
 from ..wording import shown, shown_folder, shown_tandem
 from . import offline_evaluation, summary
@@ -290,7 +290,7 @@ class Job:
         # The run's parts have ended, so waiting for space delays nothing else.
         disk.await_room(self._folder.path)
         if self._config.learner.source == "offline":
-            findings.evaluations += offline_evaluation.evaluate(
+            found = offline_evaluation.evaluate(
                 self._config,
                 self._folder,
                 place(self._config, self._machine),
@@ -298,6 +298,13 @@ class Job:
                 findings.evaluations,
                 self._say,
             )
+            findings.evaluations += found
+            recorded = offline_evaluation.record(self._folder, found)
+            for name in trackers_of(self._config) if recorded else ():
+                # The processes that follow the metrics have ended with the run's others.
+                self._say(
+                    f"`{shown_tandem()} track {shlex.quote(shown(self._folder.path))} --to {name}` sends {', '.join(recorded)}"
+                )
         made = summary.make(
             folder=self._folder,
             config=self._config,

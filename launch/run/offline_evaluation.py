@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from ...common.errors import DataError, TandemError
+from ...common.parts import PartedLines, read_parts
 from ...common.plain import read_object
 from ...common.run_folder import RunFolder
 from ..wording import shown
@@ -19,6 +22,7 @@ from .processes.supervision import Outcome, Supervisor
 
 if TYPE_CHECKING:
     from ...common.config import Config
+    from ...replay.evaluating.evaluations import EvaluationResult
     from ..plan.placement import Placement
 
 
@@ -90,6 +94,53 @@ def evaluate(
             for name, out in outs.items()
         ]
     return results
+
+
+def record(folder: RunFolder, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Appends results to the run's metrics, as the learner records those of a worker; returns the ids of new ones.
+
+    Args:
+        folder: the run's folder.
+        results: of :func:`evaluate`.
+    """
+    from ...learner.loop.evaluations import record_of, recorded_in
+
+    before = recorded_in(folder.metrics)
+    made = [one for one in map(_result, results) if one.id not in before]
+    if not made:
+        return []
+    term = max((one.get("term", 0) for one in read_parts(folder.metrics)), default=0)
+    lines = PartedLines(folder.metrics)
+    for one in made:
+        lines.write({**record_of(one), "term": term, "time": time.time()})
+    lines.close()
+    return [one.id for one in made]
+
+
+def _result(found: Mapping[str, Any]) -> EvaluationResult:
+    """What ``tandem evaluate`` has written, as a worker tells it."""
+    from ...replay.evaluating.evaluations import EvaluationResult
+
+    form = found["format_share"]
+    return EvaluationResult(
+        id=f"{found['set_name']}@{found['step']}",
+        set_name=found["set_name"],
+        step=found["step"],
+        version=found["version"],
+        accuracy=found["accuracy"],
+        samples=found["samples"],
+        pass_rate=found["pass_rate"],
+        accuracy_by_source=found["by_source"],
+        pass_by_source=found["pass_by_source"],
+        problems_by_source=found["problems_by_source"],
+        problems=found["problems"],
+        format_share=math.nan if form is None else form,
+        right_and_formed=found["right_and_formed"],
+        mean_length=found["mean_length"],
+        seconds=found["seconds"],
+        member=found["member"],
+        figures=found["figures"],
+    )
 
 
 def _in_a_name(text: str) -> str:
