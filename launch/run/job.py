@@ -290,14 +290,19 @@ class Job:
         # The run's parts have ended, so waiting for space delays nothing else.
         disk.await_room(self._folder.path)
         if self._config.learner.source == "offline":
-            found = offline_evaluation.evaluate(
-                self._config,
-                self._folder,
-                place(self._config, self._machine),
-                last_step,
-                findings.evaluations,
-                self._say,
-            )
+            try:
+                found = offline_evaluation.evaluate(
+                    self._config,
+                    self._folder,
+                    place(self._config, self._machine),
+                    last_step,
+                    findings.evaluations,
+                    self._say,
+                )
+            except offline_evaluation.Stopped as stopped:
+                running.write_stopped()
+                self._say(f"stopped while evaluating; `{self._again()}` goes on with that")
+                return 128 + stopped.number
             findings.evaluations += found
             recorded = offline_evaluation.record(self._folder, found)
             for name in trackers_of(self._config) if recorded else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ...common.errors import DataError, TandemError
+from ...common.errors import DataError
 from ...common.parts import PartedLines, read_parts
 from ...common.plain import read_object
 from ...common.run_folder import RunFolder
-from ..wording import shown
 from .processes.parts import Part, ProcessSpec, Stage, seeing
 from .processes.supervision import Outcome, Supervisor
 
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from ...common.config import Config
     from ...replay.evaluating.evaluations import EvaluationResult
     from ..plan.placement import Placement
+
+
+class Stopped(Exception):
+    """Somebody has stopped the evaluation.
+
+    Args:
+        number: the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def evaluate(
@@ -47,7 +59,8 @@ def evaluate(
         say: prints a line for the user.
 
     Raises:
-        TandemError: somebody stopped it.
+        Stopped: somebody stopped it; the same run goes on with what is missing.
+        TandemError: it failed.
     """
     settings, sets = config.evaluate, config.data.evaluate
     if not sets:
@@ -83,7 +96,7 @@ def evaluate(
                 environment=environment(placement),
             )
             # One after the other: an engine takes the memory of its GPUs for itself.
-            _run(config, folder, spec, list(missing.values()), say)
+            _run(config, spec, list(missing.values()), say)
         results += [
             {
                 **read_object(out.read_bytes(), str(out), DataError, f"remove {out}"),
@@ -168,7 +181,6 @@ def environment(placement: Placement) -> Mapping[str, str]:
 
 def _run(
     config: Config,
-    folder: RunFolder,
     spec: ProcessSpec,
     outs: Sequence[Path],
     say: Callable[[str], None],
@@ -182,6 +194,4 @@ def _run(
         supervisor.start(Part(name=spec.name, stage=Stage.ROLLOUT, specs=partial(list, [spec])))
         outcome = supervisor.run_until(lambda: all(out.exists() for out in outs))
     if outcome is not Outcome.FINISHED:
-        raise TandemError(
-            f"stopped while evaluating; `tandem evaluate --run {shown(folder.path)}` makes up for it"
-        )
+        raise Stopped(supervisor.signal_seen or signal.SIGHUP)

@@ -50,7 +50,6 @@ def test_what_was_computed_before_a_failure_stays(tmp_path: Path) -> None:
 
 def in_this_process(
     config: Config,
-    folder: RunFolder,
     spec: ProcessSpec,
     outs: Sequence[Path],
     say: Callable[[str], None],
