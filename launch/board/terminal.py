@@ -207,7 +207,8 @@ class Screen:
             self._lost()
         except Exception as error:  # noqa: BLE001 - whatever breaks the view must not break the run
             rest = self._rest()
-            ended = f"the live view has ended ({type(error).__name__}: {error}); lines from here on"
+            why = error.__cause__ or error
+            ended = f"the live view has ended ({type(why).__name__}: {why}); lines from here on"
             try:
                 print("\n".join([*rest, ended]), flush=True)
             except OSError:
@@ -251,7 +252,7 @@ class Screen:
         columns, rows = self._size
         self._console.size = ConsoleDimensions(columns, rows)
         # The last column stays free (terminals wrap at different points), and one row for the cursor.
-        frame = view.draw(self._look(), max(1, columns - 1), max(1, rows - 2), self._glyphs)
+        frame = view.draw(self._snapshot(), max(1, columns - 1), max(1, rows - 2), self._glyphs)
         messages = self._new_messages()
         if not anew and not messages and frame == self._frame:
             return
@@ -263,6 +264,17 @@ class Screen:
             self._console.print(Text("\n".join(messages)), soft_wrap=True)
         else:
             self._live.refresh()
+
+    def _snapshot(self) -> Snapshot:
+        """What there is to draw.
+
+        Raises:
+            RuntimeError: a file can't be read, which says nothing about the terminal.
+        """
+        try:
+            return self._look()
+        except OSError as error:
+            raise RuntimeError("a file of the run can't be read") from error
 
     def _latest(self, room: int) -> list[str]:
         """The latest messages that fit into this many rows."""

@@ -141,6 +141,17 @@ def test_a_terminal_that_can_do_nothing_gets_lines(start: Start, script: Path, t
     assert b"\x1b" not in view.raw
 
 
+def test_lines_follow_where_the_figures_cannot_be_read(start: Start, script: Path) -> None:
+    view = start()
+    view.await_text(shows(" 1/250 "))
+    tell(script, 1, "unreadable")
+    why = "PermissionError: [Errno 13] Permission denied: 'metrics.jsonl'"
+    view.await_text(lambda text: why in text.replace("\n", ""))
+    tell(script, 1, "unreadable", "one message", "end")
+    assert view.wait() == 0
+    assert shows("one message\n", "said after")(view.text())
+
+
 def test_a_pipe_gets_lines(script: Path) -> None:
     tell(script, 2, "one message", "end")
     done = subprocess.run(
