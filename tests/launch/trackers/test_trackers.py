@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,32 @@ def test_another_process_goes_on_where_the_last_one_was(folder: RunFolder) -> No
     recorder = Recorder()
     following(folder, recorder).catch_up()
     assert recorder.rows == [(2, 3, {"train/loss": 1.5})]
+
+
+def test_what_was_sent_before_an_interruption_is_not_sent_again(folder: RunFolder) -> None:
+    write(folder, *(step(number) for number in range(1, 2601)))
+    stop = threading.Event()
+
+    class Interrupted(Recorder):
+        def log(self, row: int, step: int, time: float, metrics: object) -> None:
+            super().log(row, step, time, metrics)
+            if step == 300:
+                stop.set()
+            if step == 2500:
+                raise OSError("the server is gone")
+
+    first, second, third = Interrupted(), Interrupted(), Recorder()
+    assert following(folder, first).catch_up(stop) == 300
+    stop.clear()
+    with pytest.raises(OSError, match="gone"):
+        following(folder, second).catch_up(stop)
+    # A server that fails has taken what was sent before, but for the last thousand at most.
+    assert following(folder, third).catch_up() == 300
+    sent = [number for one in (first, second) for _, number, _ in one.rows]
+    assert sent == list(range(1, 2501))
+    assert [(row, number) for row, number, _ in third.rows] == [
+        (number - 1, number) for number in range(2301, 2601)
+    ]
 
 
 def test_a_step_that_stopped_the_run_is_sent_again_once_it_is_trained(folder: RunFolder) -> None:
