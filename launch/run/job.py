@@ -168,6 +168,11 @@ class Job:
         self._folder.write_config(to_yaml(config))
         self._folder.write_join(join)
         self._record.begin(self._preset, self._opening, join.port)
+        if config.run.callbacks:
+            from ..callbacks.host import switched_off
+
+            for line in switched_off(config, self._folder):
+                self._say(line)
         write_miniature(config, self._folder)
         verb = "resumes" if resumed else "starts"
         self._say(
