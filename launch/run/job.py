@@ -20,6 +20,7 @@ from ..ingest.process import Found, IngestProcess
 from ..plan.hardware import Machine, machine
 from ..plan.placement import place, trackers_of
 from ..plan.planning import problems_on_paper
+from ..trackers.wandb_run import kept_here
 from ..wording import shown, shown_folder, shown_tandem
 from . import offline_evaluation, summary
 from .opened.opening import Kind, Opening, make_folder
@@ -193,6 +194,10 @@ class Job:
                 running.write_stopped()
         finally:
             running.end()
+        kept = kept_here(self._folder.path, self._record.began)
+        if kept and config.log.wandb == "online":
+            log = shown(self._folder.logs / "wandb.log")
+            self._say(f"W&B was offline ({log} says why): `{kept}` uploads what it has kept")
         if outcome is not Outcome.FINISHED:
             return self._stopped(running, outcome)
         return self._finished(running)

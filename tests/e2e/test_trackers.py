@@ -20,7 +20,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Pat
     # Where TensorBoard wants a folder is a file.
     (folder / "tensorboard").touch()
     words = ("run.steps=4", "data.evaluate.0.limit=20", "evaluate.at_start=false")
-    run = Run(here, "offline", *words, "log.wandb=offline", "log.tensorboard=true")
+    run = Run(here, "offline", *words, "log.wandb=online", "log.tensorboard=true")
     try:
         assert run.wait() == 0, run.said()
         yield run, folder
@@ -53,7 +53,12 @@ def test_the_other_has_every_record_of_a_step(tracked: tuple[Run, Path]) -> None
     assert "eval/id" in records[-1]
     assert (sent["rows"], sent["step"]) == (len(records) - 1, 4)
     assert f"track {folder.relative_to(folder.parents[1])} --to wandb` sends" in run.said()
-    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
+    (made,) = (folder / "wandb").glob("offline-run-*")
+    # The tests have neither a key nor a network.
+    command = f"wandb sync {made.relative_to(folder.parents[1])}"
+    assert (
+        f"W&B was offline (runs/miniature-sft/logs/wandb.log says why): `{command}`" in run.said()
+    )
 
 
 def test_what_is_missing_is_sent_afterwards(tracked: tuple[Run, Path]) -> None:

@@ -25,7 +25,7 @@ from tandem.launch.host.preflight import check_trackers
 from tandem.launch.run.opened.presets import load
 from tandem.launch.trackers.following import Following, Sent
 from tandem.launch.trackers.tracker import Tracker
-from tandem.launch.trackers.wandb_run import has_key, mode_of, place_of, wandb_id_of
+from tandem.launch.trackers.wandb_run import has_key, kept_here, mode_of, place_of, wandb_id_of
 
 RUN_ID = "0123456789ab"
 
@@ -450,6 +450,17 @@ def test_no_key_means_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert mode_of("online") == ("offline", "WANDB_MODE=offline")
     settings_are_read_again()
+
+
+def test_what_wandb_has_kept_here_is_named_with_the_command_that_uploads_it(
+    folder: RunFolder,
+) -> None:
+    write(folder, step(1))
+    assert kept_here(folder.path, 0.0) == ""
+    assert "W&B goes offline" in track(folder, "wandb")
+    (made,) = (folder.path / "wandb").glob("offline-run-*")
+    assert kept_here(folder.path, 0.0) == f"wandb sync {made}"
+    assert kept_here(folder.path, made.stat().st_mtime + 1) == ""
 
 
 # --- before a start ---
