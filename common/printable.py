@@ -9,6 +9,7 @@ control characters on purpose (the live view) gets the underlying stream from :f
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -71,6 +72,11 @@ def guard_output() -> None:
     """Makes standard output and standard error escape invisible characters, also in tracebacks, and those that
     their encoding lacks."""
     for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # It was closed before the start, as by `>&-`.
+            null = open(os.devnull, "w")  # noqa: SIM115
+            # Kept here too, as Python does, or its descriptor is closed once another stream takes its place.
+            setattr(sys, f"__{name}__", null)
+            setattr(sys, name, null)
         stream = raw(getattr(sys, name))
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -19,6 +19,7 @@ from rich.text import Text
 from ...common.disk import try_append
 from ...common.printable import printable
 from . import view
+from .lines import Lines
 from .tty import Tty, has_blocks, has_colour, silence, wants_live
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ LAST_SECONDS = 2.0
 
 
 class Terminal:
-    """Prints lines; if the terminal goes away, it remembers this instead of failing.
+    """Prints lines; if the terminal goes away or takes nothing, that neither fails nor holds anybody up.
 
     Between :meth:`go_live` and :meth:`end_live` it draws a view below the lines, in a thread.
     """
@@ -53,8 +54,10 @@ class Terminal:
         self._said: deque[str] = deque(maxlen=KEPT)
         self._log: Path | None = None
         self._unwritten: deque[str] = deque(maxlen=KEPT)
+        self._writing = threading.Lock()
         self._screen: Screen | None = None
         self._handler = _Warnings(self.say)
+        self._lines = Lines(self._lost)
 
     def keep(self, log: Path) -> None:
         """Also appends everything that is said to a file, since nobody may be reading here."""
@@ -64,16 +67,18 @@ class Terminal:
     def note(self, *lines: str) -> None:
         """Writes lines to that file only; lines that find no space there are written later."""
         now = time.strftime("%H:%M:%S")
-        self._unwritten += [f"{now} {printable(line)}\n" for line in lines]
-        if self._log is None:
-            return
-        try:
-            with open(self._log, "ab", buffering=0) as file:
-                while self._unwritten:
-                    try_append(file, self._unwritten[0].encode("utf-8", "replace"))
-                    self._unwritten.popleft()
-        except OSError:
-            pass  # The disk is full, or the folder has gone: the user has been told all the same.
+        # The view's thread and those that warn write here too.
+        with self._writing:
+            self._unwritten += [f"{now} {printable(line)}\n" for line in lines]
+            if self._log is None:
+                return
+            try:
+                with open(self._log, "ab", buffering=0) as file:
+                    while self._unwritten:
+                        try_append(file, self._unwritten[0].encode("utf-8", "replace"))
+                        self._unwritten.popleft()
+            except OSError:
+                pass  # The disk is full, or the folder has gone: the user has been told all the same.
 
     def say(self, line: str) -> None:
         """Prints a line at once, or with the view's next frame."""
@@ -84,11 +89,7 @@ class Terminal:
         if self.gone:
             return
         self._said.append(line)
-        try:
-            print(line, flush=True)
-        except OSError:
-            # EPIPE or EIO: nobody reads any more. Python would try again at exit.
-            self._lost()
+        self._lines.print(line)
 
     def go_live(self, look: Callable[[], Snapshot]) -> None:
         """Draws what ``look`` returns from now on; does nothing if that isn't possible."""
@@ -206,7 +207,8 @@ class Screen:
             self._lost()
         except Exception as error:  # noqa: BLE001 - whatever breaks the view must not break the run
             rest = self._rest()
-            ended = f"the live view has ended ({type(error).__name__}: {error}); lines from here on"
+            why = error.__cause__ or error
+            ended = f"the live view has ended ({type(why).__name__}: {why}); lines from here on"
             try:
                 print("\n".join([*rest, ended]), flush=True)
             except OSError:
@@ -250,7 +252,7 @@ class Screen:
         columns, rows = self._size
         self._console.size = ConsoleDimensions(columns, rows)
         # The last column stays free (terminals wrap at different points), and one row for the cursor.
-        frame = view.draw(self._look(), max(1, columns - 1), max(1, rows - 2), self._glyphs)
+        frame = view.draw(self._snapshot(), max(1, columns - 1), max(1, rows - 2), self._glyphs)
         messages = self._new_messages()
         if not anew and not messages and frame == self._frame:
             return
@@ -262,6 +264,17 @@ class Screen:
             self._console.print(Text("\n".join(messages)), soft_wrap=True)
         else:
             self._live.refresh()
+
+    def _snapshot(self) -> Snapshot:
+        """What there is to draw.
+
+        Raises:
+            RuntimeError: a file can't be read, which says nothing about the terminal.
+        """
+        try:
+            return self._look()
+        except OSError as error:
+            raise RuntimeError("a file of the run can't be read") from error
 
     def _latest(self, room: int) -> list[str]:
         """The latest messages that fit into this many rows."""

@@ -27,6 +27,7 @@ from ...replay.callback_requests import CallbackRequests, Requested, Stop
 from ..board.tail import MetricsTail
 from ..trackers.following import Sent
 from ..trackers.tracker import metrics_of
+from ..wording import shown
 from .caller import Answer, Asked, Caller, Ended
 from .handle import MOST_NAMES, OWN_NAME
 
@@ -83,6 +84,21 @@ def read_tallies(path: Path) -> dict[str, Tally]:
         name: read_record(Tally, one, str(path), DataError, way_out)
         for name, one in content.items()
     }
+
+
+def switched_off(config: Config, folder: RunFolder) -> list[str]:
+    """A line for each of a run's callbacks that isn't called any more, with the way out.
+
+    Raises:
+        DataError: the file of tallies is damaged.
+    """
+    tallies = read_tallies(folder.callbacks)
+    return [
+        f"warning: {path} is switched off, since it ended or hung its process {MOST_ENDS} times: once it is mended, "
+        f"remove {shown(folder.callbacks)} and start again"
+        for path in config.run.callbacks
+        if path in tallies and tallies[path].off
+    ]
 
 
 @dataclass(slots=True)

@@ -43,9 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder = named_folder(arguments)
     config = build(read_yaml(folder.config), stored=True)
     stop = threading.Event()
-    if arguments.follow:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: _end(stop))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: _end(stop))
     state = folder.trackers / f"{arguments.to}.json"
     record = folder.read_run()
     wandb_id = wandb_id_of(record, folder.path)
@@ -63,9 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(where, flush=True)
         following.follow(stop)
     else:
-        following.catch_up()
+        following.catch_up(stop)
     tracker.close()
     print(f"{sent.rows - before} records sent ({sent.rows} in all): {where}")
+    if stop.is_set() and not arguments.follow:
+        print("stopped; the same command sends the rest", file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 

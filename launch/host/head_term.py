@@ -232,8 +232,13 @@ class HeadTerm:
                 os.close(os.open(path, os.O_RDONLY))
                 os.utime(path)
             except FileNotFoundError:
-                if not self._ended.is_set():
-                    self._end(f"{path} is gone: another host has taken over the run")
+                if self._ended.is_set():
+                    return
+                if not self._folder.exists():
+                    self._end(
+                        f"{self._run.path} was removed or renamed: a run needs its folder under this name"
+                    )
+                self._end(f"{path} is gone: another host has taken over the run")
             except OSError:
                 pass  # `_watch` counts how long nothing goes through; a full disk stops no touch.
             else:

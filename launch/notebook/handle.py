@@ -16,11 +16,12 @@ from ...common.errors import DataError, DeadlineError, TandemError
 from ...common.parts import read_parts
 from ...common.run_folder import RunFolder, newest_stage, read_stages
 from ..host.redis_server import PASSWORD_VARIABLE
-from ..run.ending import LOOK_SECONDS, ask_to_end, supervising_all, was_stopped
+from ..run.ending import LOOK_SECONDS, ask_to_end, await_end, supervising_all, was_stopped
 from ..run.opened.record import apart
 from . import tables
 
 if TYPE_CHECKING:
+    import psutil
     import pyarrow as pa
 
     from ...common.config import Config
@@ -130,6 +131,7 @@ class Run:
         """The run's folder."""
         self._process = process
         self._output = output
+        self._asked: psutil.Process | None = None
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -212,15 +214,22 @@ class Run:
             )
         return self.summary
 
-    def stop(self, seconds: float = 120.0) -> None:
+    def stop(self, seconds: float = 120.0, *, now: bool = False) -> None:
         """Drains it and writes a checkpoint, as a first Ctrl-C does; the same ``start`` resumes it.
+
+        Args:
+            seconds: how long to wait for its end. Whoever calls it again goes on waiting.
+            now: ends a run at once that drains already, as a second Ctrl-C does.
 
         Raises:
             DeadlineError: it hasn't ended after ``seconds``; it goes on draining.
         """
         # One signal: a second one ends everything at once.
         process = supervising_all(self.path)
-        if process is not None:
+        if process is not None and process == self._asked and not now:
+            await_end(self.folder, process, seconds)
+        elif process is not None:
+            self._asked = process
             ask_to_end(self.folder, process, seconds)
         elif self._process is not None and self._process.poll() is None:
             self._process.terminate()

@@ -44,11 +44,20 @@ def ask_to_end(folder: RunFolder, process: psutil.Process, seconds: float) -> fl
     Raises:
         DeadlineError: it is still draining after ``seconds``.
     """
-    began = time.monotonic()
     try:
         process.terminate()
     except psutil.NoSuchProcess:
         return 0.0
+    return await_end(folder, process, seconds)
+
+
+def await_end(folder: RunFolder, process: psutil.Process, seconds: float) -> float:
+    """Waits for the end of a supervisor that was asked to; returns the seconds that it took.
+
+    Raises:
+        DeadlineError: it is still draining after ``seconds``.
+    """
+    began = time.monotonic()
     while goes_on(process):
         if time.monotonic() - began > seconds:
             raise DeadlineError(

@@ -18,8 +18,9 @@ from ..host.folder_lock import FolderLock
 from ..host.preflight import check_disk, check_host
 from ..ingest.process import Found, IngestProcess
 from ..plan.hardware import Machine, machine
-from ..plan.placement import place
+from ..plan.placement import place, trackers_of
 from ..plan.planning import problems_on_paper
+from ..trackers.wandb_run import kept_here
 from ..wording import shown, shown_folder, shown_tandem
 from . import offline_evaluation, summary
 from .opened.opening import Kind, Opening, make_folder
@@ -168,6 +169,11 @@ class Job:
         self._folder.write_config(to_yaml(config))
         self._folder.write_join(join)
         self._record.begin(self._preset, self._opening, join.port)
+        if config.run.callbacks:
+            from ..callbacks.host import switched_off
+
+            for line in switched_off(config, self._folder):
+                self._say(line)
         write_miniature(config, self._folder)
         verb = "resumes" if resumed else "starts"
         self._say(
@@ -188,6 +194,10 @@ class Job:
                 running.write_stopped()
         finally:
             running.end()
+        kept = kept_here(self._folder.path, self._record.began)
+        if kept and config.log.wandb == "online":
+            log = shown(self._folder.logs / "wandb.log")
+            self._say(f"W&B was offline ({log} says why): `{kept}` uploads what it has kept")
         if outcome is not Outcome.FINISHED:
             return self._stopped(running, outcome)
         return self._finished(running)
@@ -290,14 +300,26 @@ class Job:
         # The run's parts have ended, so waiting for space delays nothing else.
         disk.await_room(self._folder.path)
         if self._config.learner.source == "offline":
-            findings.evaluations += offline_evaluation.evaluate(
-                self._config,
-                self._folder,
-                place(self._config, self._machine),
-                last_step,
-                findings.evaluations,
-                self._say,
-            )
+            try:
+                found = offline_evaluation.evaluate(
+                    self._config,
+                    self._folder,
+                    place(self._config, self._machine),
+                    last_step,
+                    findings.evaluations,
+                    self._say,
+                )
+            except offline_evaluation.Stopped as stopped:
+                running.write_stopped()
+                self._say(f"stopped while evaluating; `{self._again()}` goes on with that")
+                return 128 + stopped.number
+            findings.evaluations += found
+            recorded = offline_evaluation.record(self._folder, found)
+            for name in trackers_of(self._config) if recorded else ():
+                # The processes that follow the metrics have ended with the run's others.
+                self._say(
+                    f"`{shown_tandem()} track {shlex.quote(shown(self._folder.path))} --to {name}` sends {', '.join(recorded)}"
+                )
         made = summary.make(
             folder=self._folder,
             config=self._config,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
+import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,16 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ...common.errors import DataError, TandemError
+from ...common.errors import DataError
+from ...common.parts import PartedLines, read_parts
 from ...common.plain import read_object
 from ...common.run_folder import RunFolder
-from ..wording import shown
 from .processes.parts import Part, ProcessSpec, Stage, seeing
 from .processes.supervision import Outcome, Supervisor
 
 if TYPE_CHECKING:
     from ...common.config import Config
+    from ...replay.evaluating.evaluations import EvaluationResult
     from ..plan.placement import Placement
+
+
+class Stopped(Exception):
+    """Somebody has stopped the evaluation.
+
+    Args:
+        number: the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def evaluate(
@@ -43,7 +59,8 @@ def evaluate(
         say: prints a line for the user.
 
     Raises:
-        TandemError: somebody stopped it.
+        Stopped: somebody stopped it; the same run goes on with what is missing.
+        TandemError: it failed.
     """
     settings, sets = config.evaluate, config.data.evaluate
     if not sets:
@@ -79,7 +96,7 @@ def evaluate(
                 environment=environment(placement),
             )
             # One after the other: an engine takes the memory of its GPUs for itself.
-            _run(config, folder, spec, list(missing.values()), say)
+            _run(config, spec, list(missing.values()), say)
         results += [
             {
                 **read_object(out.read_bytes(), str(out), DataError, f"remove {out}"),
@@ -90,6 +107,53 @@ def evaluate(
             for name, out in outs.items()
         ]
     return results
+
+
+def record(folder: RunFolder, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Appends results to the run's metrics, as the learner records those of a worker; returns the ids of new ones.
+
+    Args:
+        folder: the run's folder.
+        results: of :func:`evaluate`.
+    """
+    from ...learner.loop.evaluations import record_of, recorded_in
+
+    before = recorded_in(folder.metrics)
+    made = [one for one in map(_result, results) if one.id not in before]
+    if not made:
+        return []
+    term = max((one.get("term", 0) for one in read_parts(folder.metrics)), default=0)
+    lines = PartedLines(folder.metrics)
+    for one in made:
+        lines.write({**record_of(one), "term": term, "time": time.time()})
+    lines.close()
+    return [one.id for one in made]
+
+
+def _result(found: Mapping[str, Any]) -> EvaluationResult:
+    """What ``tandem evaluate`` has written, as a worker tells it."""
+    from ...replay.evaluating.evaluations import EvaluationResult
+
+    form = found["format_share"]
+    return EvaluationResult(
+        id=f"{found['set_name']}@{found['step']}",
+        set_name=found["set_name"],
+        step=found["step"],
+        version=found["version"],
+        accuracy=found["accuracy"],
+        samples=found["samples"],
+        pass_rate=found["pass_rate"],
+        accuracy_by_source=found["by_source"],
+        pass_by_source=found["pass_by_source"],
+        problems_by_source=found["problems_by_source"],
+        problems=found["problems"],
+        format_share=math.nan if form is None else form,
+        right_and_formed=found["right_and_formed"],
+        mean_length=found["mean_length"],
+        seconds=found["seconds"],
+        member=found["member"],
+        figures=found["figures"],
+    )
 
 
 def _in_a_name(text: str) -> str:
@@ -117,7 +181,6 @@ def environment(placement: Placement) -> Mapping[str, str]:
 
 def _run(
     config: Config,
-    folder: RunFolder,
     spec: ProcessSpec,
     outs: Sequence[Path],
     say: Callable[[str], None],
@@ -131,6 +194,4 @@ def _run(
         supervisor.start(Part(name=spec.name, stage=Stage.ROLLOUT, specs=partial(list, [spec])))
         outcome = supervisor.run_until(lambda: all(out.exists() for out in outs))
     if outcome is not Outcome.FINISHED:
-        raise TandemError(
-            f"stopped while evaluating; `tandem evaluate --run {shown(folder.path)}` makes up for it"
-        )
+        raise Stopped(supervisor.signal_seen or signal.SIGHUP)

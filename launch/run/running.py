@@ -63,6 +63,7 @@ class Running:
         self._store: Store | None = None
         self._reports: ReportWatch | None = None
         self._alarmed: dict[str, float] = {}
+        self._unread = ""
         launch = config.launch
         disk.set_patience(launch.full_disk_seconds)
         self._disk = DiskWatch(folder.path, launch.full_disk_seconds, self._say, shown(folder.path))
@@ -115,8 +116,14 @@ class Running:
         return self._supervisor.signal_seen
 
     def step(self) -> int:
-        """The latest step in the metrics."""
-        self._progress.update()
+        """The latest step in the metrics; the last one that was read while they can't be."""
+        try:
+            self._progress.update()
+        except OSError as error:
+            # Without them the run goes on: its learner alone has to write them.
+            if str(error) != self._unread:
+                self._unread = str(error)
+                self._say(f"warning: the run's progress isn't followed: {error}")
         return self._progress.step
 
     def run(
@@ -261,7 +268,7 @@ class Running:
         return self._has_finished() is None
 
     def _tick(self) -> None:
-        self._progress.update()
+        self.step()
         self._record.note_alive()
         if self._terminal.gone:
             self._supervisor.request_stop("the terminal has gone away")

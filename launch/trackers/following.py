@@ -25,6 +25,8 @@ from .tracker import Tracker, metrics_of
 
 LOOK_SECONDS = 1.0
 """Time between two checks of the file."""
+KEPT_EVERY = 1000
+"""Number of records after which it is noted that they have been sent."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,19 +125,28 @@ class Following:
         self._state = state
         self._sent = sent
 
-    def catch_up(self) -> int:
-        """Sends new records and returns their number."""
-        before = self._sent.rows
+    def catch_up(self, stop: threading.Event | None = None) -> int:
+        """Sends new records, until ``stop`` is set, and returns their number."""
+        before = kept = self._sent.rows
         for record in self._tail.records():
+            if stop is not None and stop.is_set():
+                break
+            if self._sent.rows - kept >= KEPT_EVERY:
+                kept = self._keep()
             row = self._sent.rows
             if self._sent.takes(record):
                 self._tracker.log(row, record["step"], record["time"], metrics_of(record))
                 if alarm := alarm_of(record):
                     self._tracker.alarm(record["step"], record["time"], alarm)
-        if self._sent.rows > before:
-            self._tracker.flush()
-            self._sent.write(self._state)
+        if self._sent.rows > kept:
+            self._keep()
         return self._sent.rows - before
+
+    def _keep(self) -> int:
+        """Notes what has been sent, and returns its number."""
+        self._tracker.flush()
+        self._sent.write(self._state)
+        return self._sent.rows
 
     def follow(self, stop: threading.Event, between: Callable[[], None] = lambda: None) -> None:
         """Sends records as they come until ``stop`` is set; then the last ones."""

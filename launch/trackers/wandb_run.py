@@ -51,6 +51,18 @@ def wandb_id_of(record: Mapping[str, Any], folder: Path) -> str:
     return f"{record['run_id']}-{digest}"
 
 
+def kept_here(folder: Path, since: float) -> str:
+    """The command that uploads what W&B has kept offline in a run's folder since a time; empty if there is nothing.
+
+    Args:
+        folder: the run's folder.
+        since: in seconds since the epoch.
+    """
+    made = (folder / "wandb").glob("offline-run-*")
+    new = sorted(shown(one) for one in made if one.stat().st_mtime >= since)
+    return shlex.join(["wandb", "sync", *new]) if new else ""
+
+
 class WandbRun(Tracker):
     """A run whose rows have a ``step`` of their own, which is the x-axis of every metric.
 

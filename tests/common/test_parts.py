@@ -92,6 +92,21 @@ def test_the_tail_begins_anew_when_its_part_was_cut_off(path: Path) -> None:
     assert [record["step"] for record in tail.read()][:3] == [1, 2, 3]
 
 
+def test_the_tail_ends_at_a_part_that_is_cut_off_while_it_reads(path: Path) -> None:
+    written(path, 1, 20)
+    tail = MetricsTail(path)
+    records = tail.records()
+    assert next(records)["step"] == 1
+    first, *others = parts(path)
+    assert others
+    for part in others:
+        part.unlink()
+    seen = [record["step"] for record in records]
+    assert seen
+    assert tail.read() == []
+    assert parts(path) == [first]
+
+
 def test_a_line_that_cannot_be_read_is_told_or_refused(path: Path) -> None:
     written(path, 1, 20)
     path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": ?'))

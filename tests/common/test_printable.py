@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,11 @@ def test_nor_does_what_a_process_says_that_outlives_a_full_disk(tmp_path: Path) 
     said = _said(tmp_path, sys.executable, "-c", program, HOSTILE)
     assert said.count(SHOWN) == 2
     assert is_clean(said)
+
+
+@pytest.mark.parametrize("words", ["--help", "start no-such-preset"])
+def test_a_command_without_standard_streams_ends_as_it_would_with_them(words: str) -> None:
+    program = shlex.join([sys.executable, "-m", "tandem.launch.cli"])
+    command = f"{program} {words} >&- 2>&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0 if words == "--help" else 2, b"", b"")

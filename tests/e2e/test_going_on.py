@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
-from processes import Run, step, tandem
+from processes import Run, step, summary, tandem
 
 SETTINGS = (
     *("run.deterministic=true", "evaluate.every=0"),
@@ -58,6 +59,28 @@ def exported_in_mid_run(cwd: Path, words: tuple[str, ...], at: int, steps: int) 
 @pytest.mark.timeout(300)
 def test_a_step_exported_in_mid_run_is_the_model_of_a_run_that_ended_there(tmp_path: Path) -> None:
     exported_in_mid_run(tmp_path, ("offline", "miniature-sft"), at=4, steps=4_000)
+
+
+@pytest.mark.timeout(300)
+def test_an_offline_run_goes_on_with_the_evaluation_in_which_it_was_stopped(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    evaluated = ("evaluate.at_start=false", "data.evaluate.0.limit=40")
+    words = ("offline", "miniature-sft", "run.dir=run", "run.steps=2", *evaluated)
+    run = Run(tmp_path, *words)
+    try:
+        run.wait_for((folder / "logs" / "evaluate-after.log").exists, "the last evaluation")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM
+    finally:
+        run.end()
+    assert "stopped while evaluating; `" in run.said()
+    assert json.loads((folder / "run.json").read_text())["state"] == "stopped"
+    again = Run(tmp_path, *words)
+    try:
+        assert again.wait() == 0, again.said()
+    finally:
+        again.end()
+    assert [one["step"] for one in summary(folder)["evaluations"]] == [2]
 
 
 @pytest.mark.byhand

@@ -112,7 +112,7 @@ class _Runs:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # Under nohup it outlives its terminal.
-            old[number] = signal.signal(number, lambda seen, _: self._signals.append(seen))
+            old[number] = signal.signal(number, lambda seen, _: self._heed(seen))
         try:
             yield
         finally:
@@ -121,6 +121,19 @@ class _Runs:
                 member.process.terminate()
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+    def _heed(self, number: int) -> None:
+        self._signals.append(number)
+        disk.stop_waiting()
+
+    def _write(self) -> None:
+        """Writes the table; where a signal has ended the wait for space, the runs are still to be drained."""
+        try:
+            write(self._sweep)
+        except disk.DiskFull as error:
+            if not self._signals:
+                raise
+            self._say(str(error))
 
     def _await_earlier(self) -> None:
         """Waits for the end of runs that other processes have, so that nothing is started beside them.
@@ -210,7 +223,7 @@ class _Runs:
             last = last_lines(member.log, 1).strip().removeprefix("| ").removeprefix("tandem: ")
             member.error = f"{described(code)}: {last}"
             self._say(f"{member.name} {member.error}")
-        write(self._sweep)
+        self._write()
 
 
 def _is_finished(folder: RunFolder) -> bool:

@@ -1,7 +1,7 @@
 """A process that draws a made-up run: its steps and messages are what its file says.
 
 ``python drawn.py FILE``: the file's first line is the step, each further one is a message, until
-one is ``end``.
+one is ``end``. From one that is ``unreadable`` on, the run's figures can't be read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ def main(path: Path) -> None:
     made = snapshot()
 
     def look() -> Snapshot:
-        return replace(made, step=int(path.read_text().splitlines()[0]))
+        step, *messages = path.read_text().splitlines()
+        if "unreadable" in messages:
+            raise PermissionError(13, "Permission denied", "metrics.jsonl")
+        return replace(made, step=int(step))
 
     terminal = Terminal()
     terminal.say("said before")

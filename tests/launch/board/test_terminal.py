@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from board_examples import ALARM
 from pty_screen import OnPty
 
-from tandem.launch.board.terminal import BYTES_PER_SECOND, FRAME_SECONDS
+from tandem.launch.board.terminal import BYTES_PER_SECOND, FRAME_SECONDS, Terminal
 
 DRAWN = Path(__file__).parent / "drawn.py"
 Start = Callable[..., OnPty]
@@ -140,6 +141,17 @@ def test_a_terminal_that_can_do_nothing_gets_lines(start: Start, script: Path, t
     assert b"\x1b" not in view.raw
 
 
+def test_lines_follow_where_the_figures_cannot_be_read(start: Start, script: Path) -> None:
+    view = start()
+    view.await_text(shows(" 1/250 "))
+    tell(script, 1, "unreadable")
+    why = "PermissionError: [Errno 13] Permission denied: 'metrics.jsonl'"
+    view.await_text(lambda text: why in text.replace("\n", ""))
+    tell(script, 1, "unreadable", "one message", "end")
+    assert view.wait() == 0
+    assert shows("one message\n", "said after")(view.text())
+
+
 def test_a_pipe_gets_lines(script: Path) -> None:
     tell(script, 2, "one message", "end")
     done = subprocess.run(
@@ -158,6 +170,75 @@ def test_a_terminal_that_takes_nothing_holds_nobody_up(start: Start, script: Pat
     view.type("\x11")
     assert view.wait() == 0
     assert shows("message 499", "said after")(view.text())
+
+
+def test_an_output_that_takes_nothing_holds_nobody_up() -> None:
+    program = (
+        "import sys\n"
+        "from tandem.common.disk import keep_streams\n"
+        "from tandem.launch.board.terminal import Terminal\n"
+        "keep_streams()\n"
+        "terminal = Terminal(plain=True)\n"
+        "for number in range(1000):\n"
+        "    terminal.say(f'{number:0900}')\n"
+        "print('went on', file=sys.stderr)\n"
+    )
+    # Nobody reads the pipe, as behind `| less`; it takes 64 KiB.
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+        assert process.stderr.read() == b"went on\n"
+        assert process.stdout.read().startswith(f"{0:0900}\n{1:0900}\n".encode())
+
+
+def test_an_empty_line_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = Terminal(plain=True)
+    for line in ("first", "", "last"):
+        terminal.say(line)
+    assert capsys.readouterr().out == "first\n\nlast\n"
+
+
+def test_lines_noted_by_several_threads_are_kept_once_each(tmp_path: Path) -> None:
+    terminal = Terminal(plain=True)
+    terminal.keep(tmp_path / "start.log")
+
+    def note(name: str) -> None:
+        for number in range(300):
+            terminal.note(f"{name} {number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(note, "abcd"))
+    kept = [line.split(" ", 1)[1] for line in (tmp_path / "start.log").read_text().splitlines()]
+    assert sorted(kept) == sorted(f"{name} {number}" for name in "abcd" for number in range(300))
+
+
+def test_lines_that_an_output_takes_late_are_printed_before_the_end() -> None:
+    program = (
+        "import sys\n"
+        "from tandem.common.disk import keep_streams\n"
+        "from tandem.launch.board.terminal import Terminal\n"
+        "keep_streams()\n"
+        "terminal = Terminal(plain=True)\n"
+        "for number in range(300):\n"
+        "    terminal.say(f'{number:0900}')\n"
+        "print('went on', file=sys.stderr, flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr.readline() == b"went on\n"
+        lines = process.stdout.read().decode().splitlines()
+    missing = next(line for line in lines if line.startswith("("))
+    assert len(lines) - 1 + int(missing[1:].partition(" ")[0]) == 300
+    assert lines[-1] == f"{299:0900}"
 
 
 @pytest.mark.parametrize("columns", [pytest.param(80, marks=pytest.mark.byhand), 120])

@@ -14,7 +14,8 @@ import pytest
 
 from tandem.common.config import Config
 from tandem.common.run_folder import RunFolder
-from tandem.launch.callbacks.host import Host, Tally, read_tallies
+from tandem.launch.callbacks.host import Host, Tally, read_tallies, switched_off
+from tandem.launch.wording import shown
 from tandem.learner.loop.callbacks import Callbacks
 from tandem.replay.callback_requests import CallbackRequests, Requested, Stop
 from tandem.replay.connection import Store, connect
@@ -192,11 +193,19 @@ def test_a_callback_that_ends_or_hangs_its_process_is_switched_off(
     assert found["hosted:note"] == Tally(calls=5)
     why = "ended with exit code 7" if name == "ends" else r"didn't end in 0.5 s"
     assert sum(why in record.message for record in caplog.records) == 3
-    # It stays off when the run is resumed.
+    # It stays off when the run is resumed, which says so.
+    (told,) = switched_off(config(name, "note"), folder)
+    assert told.startswith(f"warning: hosted:{name} is switched off")
+    assert f"remove {shown(folder.callbacks)} and start again" in told
     write(folder, step(6))
     with Hosted(folder, store, name, "note", callback_seconds=0.5):
         until(lambda: len(calls()) == 6)
     assert read_tallies(folder.callbacks)[f"hosted:{name}"].calls == 3
+    folder.callbacks.unlink()
+    write(folder, step(7))
+    with Hosted(folder, store, name, "note", callback_seconds=0.5):
+        until(lambda: len(calls()) == 7)
+    assert read_tallies(folder.callbacks)[f"hosted:{name}"].calls == 1
 
 
 def test_a_process_that_cannot_be_started_for_a_while_switches_nothing_off(

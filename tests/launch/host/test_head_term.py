@@ -200,3 +200,12 @@ def test_a_copy_of_a_live_folder_is_free(folder: RunFolder, start: Start, tmp_pa
     assert term.take() == 2
     term.release()
     assert holder.poll() is None
+
+
+def test_a_folder_that_was_renamed_is_said_to_be(folder: RunFolder, start: Start, tmp_path: Path):
+    holder = start("node1")
+    assert said(holder) == "1"
+    folder.path.rename(tmp_path / "renamed")
+    assert holder.wait(20) == 75
+    assert holder.stderr is not None
+    assert f"{folder.path} was removed or renamed" in holder.stderr.read()

@@ -137,6 +137,24 @@ def test_a_stop_is_one_signal_since_a_second_one_ends_everything_at_once(tmp_pat
         assert process.stdout.read() == b"1\n"
 
 
+SLOW = COUNTS.replace("time.sleep(0.3)", "sys.stdin.readline()")
+
+
+def test_a_second_stop_goes_on_waiting_and_ends_at_once_what_it_is_told_to(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SLOW, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        run = Run(tmp_path)
+        for now, last in ((False, b""), (False, b""), (True, b"\n")):
+            with pytest.raises(DeadlineError, match="still draining"):
+                run.stop(0.2, now=now)
+            process.stdin.write(last)
+            process.stdin.flush()
+        assert process.stdout.read() == b"2\n"
+
+
 def test_a_run_has_a_summary_while_it_is_finished_alone(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.make()

@@ -14,9 +14,10 @@ from tandem.common.models import resolve
 from tandem.common.run_folder import RunFolder
 from tandem.launch.cli import dispatch
 from tandem.launch.ingest.prepare import write_miniature
+from tandem.launch.notebook.handle import open_run
 from tandem.launch.plan.placement import Placement
 from tandem.launch.run import offline_evaluation
-from tandem.launch.run.offline_evaluation import environment, evaluate
+from tandem.launch.run.offline_evaluation import environment, evaluate, record
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.processes.parts import ProcessSpec
 
@@ -49,7 +50,6 @@ def test_what_was_computed_before_a_failure_stays(tmp_path: Path) -> None:
 
 def in_this_process(
     config: Config,
-    folder: RunFolder,
     spec: ProcessSpec,
     outs: Sequence[Path],
     say: Callable[[str], None],
@@ -86,6 +86,13 @@ def test_every_set_is_evaluated_and_what_is_known_of_one_is_not_computed_again(
     assert [(one["set_name"], one["step"], one["problems"]) for one in every] == [
         *(("easy", 0, 2), ("hard/er", 0, 3), ("easy", 3, 2), ("hard/er", 3, 3))
     ]
+    assert record(folder, every) == ["easy@0", "hard/er@0", "easy@3", "hard/er@3"]
+    assert record(folder, every) == []
+    table = open_run(folder.path).evaluations().to_pylist()
+    assert [(row["set"], row["step"], row["problems"]) for row in table] == [
+        *(("easy", 0, 2), ("hard/er", 0, 3), ("easy", 3, 2), ("hard/er", 3, 3))
+    ]
+    assert [row["accuracy"] for row in table] == [one["accuracy"] for one in every]
     after = made.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert len(list(folder.logs.glob("evaluate-after*.json"))) == 2

@@ -41,3 +41,24 @@ def test_a_run_that_ends_before_its_processes_are_up_is_starting_no_longer(
     with pytest.raises(type(error)):
         running.run(join, FolderLock(opening.folder), lambda _: None, [])
     assert opening.folder.read_run()["state"] == state
+
+
+def test_a_run_goes_on_while_its_metrics_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset = load("miniature")
+    opening = open_folder(preset, [f"run.dir={tmp_path / 'run'}"], fresh=False)
+    folder = opening.folder
+    folder.make()
+    record = RunRecord(opening, time.time())
+    record.begin(preset, opening, 1)
+    running = Running(opening.config, folder, preset.name, record, Terminal(plain=True))
+    folder.metrics.write_text('{"step": 3}\n')
+    assert running.step() == 3
+    folder.metrics.unlink()
+    folder.metrics.mkdir()
+    assert [running.step(), running.step()] == [3, 3]
+    assert capsys.readouterr().out.count("the run's progress isn't followed: [Errno 21]") == 1
+    folder.metrics.rmdir()
+    folder.metrics.write_text('{"step": 3}\n{"step": 4}\n')
+    assert running.step() == 4

@@ -7,12 +7,14 @@ import os
 import re
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from held_folder import held
 
+from tandem.common import disk
 from tandem.common.config import to_yaml
 from tandem.common.errors import ConfigError, DataError, HeldError
 from tandem.common.run_folder import RunFolder
@@ -347,6 +349,41 @@ def test_a_sweep_is_stopped_by_its_folder_and_a_second_one_names_another(
         assert main(command) == 0
         assert process.wait(30) == -signal.SIGTERM
     assert "the same `sweep` resumes" in capsys.readouterr().out
+
+
+def test_a_stop_ends_the_wait_for_space_and_not_the_runs(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_stop", threading.Event())
+    monkeypatch.setattr(disk, "_patience", 3.0)
+    made = plan(*WORDS)
+    made.out.mkdir(parents=True)
+    ended: list[int] = []
+
+    def start(runs: sweep_runs._Runs, member: sweep.Member) -> None:
+        # The second one goes on until it is asked to end, and then takes a while.
+        waits = "trap 'sleep 1; exit 143' TERM; while :; do sleep 0.05; done"
+        member.process = subprocess.Popen(["sh", "-c", waits if runs._running else "exit 1"])
+        runs._running.append(member)
+
+    def write_on_a_full_disk(_: sweep.Sweep) -> None:
+        def write() -> None:
+            if ended:
+                os.kill(os.getpid(), signal.SIGINT)
+            ended.append(1)
+            with open("/dev/full", "wb", buffering=0) as file:
+                file.write(b"x")
+
+        if any(one.state in ("failed", "stopped") for one in made.members):
+            disk.persist(made.out / "sweep.json", write)
+
+    monkeypatch.setattr(sweep_runs._Runs, "_start", start)
+    monkeypatch.setattr(sweep_runs, "write", write_on_a_full_disk)
+    said: list[str] = []
+    assert sweep_runs._Runs(made, 2, Heard(said.append)).run() == signal.SIGINT
+    assert made.members[1].process is not None
+    assert made.members[1].process.poll() == 143
+    assert any("can't be written, its disk is full" in line for line in said)
 
 
 @pytest.mark.parametrize("ended", ["exit 143", "exit 130", "kill -TERM $$"])

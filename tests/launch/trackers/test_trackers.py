@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tandem.launch.host.preflight import check_trackers
 from tandem.launch.run.opened.presets import load
 from tandem.launch.trackers.following import Following, Sent
 from tandem.launch.trackers.tracker import Tracker
-from tandem.launch.trackers.wandb_run import has_key, mode_of, place_of, wandb_id_of
+from tandem.launch.trackers.wandb_run import has_key, kept_here, mode_of, place_of, wandb_id_of
 
 RUN_ID = "0123456789ab"
 
@@ -123,6 +124,32 @@ def test_another_process_goes_on_where_the_last_one_was(folder: RunFolder) -> No
     recorder = Recorder()
     following(folder, recorder).catch_up()
     assert recorder.rows == [(2, 3, {"train/loss": 1.5})]
+
+
+def test_what_was_sent_before_an_interruption_is_not_sent_again(folder: RunFolder) -> None:
+    write(folder, *(step(number) for number in range(1, 2601)))
+    stop = threading.Event()
+
+    class Interrupted(Recorder):
+        def log(self, row: int, step: int, time: float, metrics: object) -> None:
+            super().log(row, step, time, metrics)
+            if step == 300:
+                stop.set()
+            if step == 2500:
+                raise OSError("the server is gone")
+
+    first, second, third = Interrupted(), Interrupted(), Recorder()
+    assert following(folder, first).catch_up(stop) == 300
+    stop.clear()
+    with pytest.raises(OSError, match="gone"):
+        following(folder, second).catch_up(stop)
+    # A server that fails has taken what was sent before, but for the last thousand at most.
+    assert following(folder, third).catch_up() == 300
+    sent = [number for one in (first, second) for _, number, _ in one.rows]
+    assert sent == list(range(1, 2501))
+    assert [(row, number) for row, number, _ in third.rows] == [
+        (number - 1, number) for number in range(2301, 2601)
+    ]
 
 
 def test_a_step_that_stopped_the_run_is_sent_again_once_it_is_trained(folder: RunFolder) -> None:
@@ -423,6 +450,17 @@ def test_no_key_means_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert mode_of("online") == ("offline", "WANDB_MODE=offline")
     settings_are_read_again()
+
+
+def test_what_wandb_has_kept_here_is_named_with_the_command_that_uploads_it(
+    folder: RunFolder,
+) -> None:
+    write(folder, step(1))
+    assert kept_here(folder.path, 0.0) == ""
+    assert "W&B goes offline" in track(folder, "wandb")
+    (made,) = (folder.path / "wandb").glob("offline-run-*")
+    assert kept_here(folder.path, 0.0) == f"wandb sync {made}"
+    assert kept_here(folder.path, made.stat().st_mtime + 1) == ""
 
 
 # --- before a start ---
