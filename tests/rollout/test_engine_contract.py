@@ -27,6 +27,8 @@ from tandem.rollout.engine import (
 
 V1, V2, V3 = (Version(term=1, step=step) for step in (1, 2, 3))
 NewEngine = Callable[..., Any]
+OVERFLOWS = 24
+"""A token id that no prompt of these tests has by itself."""
 VLLM = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
@@ -557,6 +559,27 @@ def test_a_request_that_cannot_be_generated_fails_alone(new_engine: NewEngine, t
         group = groups[request.group_id]
         assert (group.samples, group.refused) == ((), True)
         assert word in (group.error or "")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_group_whose_logits_are_not_finite_fails_alone(
+    keyed_engine: NewEngine, tiny: Any, temperature: float
+) -> None:
+    asked = [asks("0-0", key=3, new=8), asks("0-1", new=8, temperature=temperature)]
+    asked[1].prompt_tokens[4] = OVERFLOWS
+    expected = generate(keyed_engine(tiny.model("llama")), asked[0])
+    model = tiny.model("llama")
+    engine = keyed_engine(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[OVERFLOWS] = torch.inf
+
+    async def scenario(engine: Any) -> list[dict[str, FinishedGroup]]:
+        return [await collect(engine, *asked), await collect(engine, asked[1])]
+
+    beside, alone = in_engine(engine, scenario)
+    assert same_tokens(beside["0-0"], expected["0-0"])
+    for found in beside, alone:
+        assert "the model's logits aren't finite" in (found["0-1"].error or "")
 
 
 def test_a_response_stops_at_the_models_context(new_engine: NewEngine, tiny: Any) -> None:
