@@ -258,8 +258,7 @@ class TorchEngine:
 
     # Handing work to the decode thread.
 
-    @staticmethod
-    def _command(work: Callable[[], T], answer: Future[T]) -> Callable[[], None]:
+    def _command(self, work: Callable[[], T], answer: Future[T]) -> Callable[[], None]:
         def command() -> None:
             # From here on the answer can't be cancelled; what nobody waits for any more isn't done.
             if not answer.set_running_or_notify_cancel():
@@ -268,6 +267,8 @@ class TorchEngine:
                 answer.set_result(work())
             except BaseException as error:  # noqa: BLE001 - passed on to whoever asked
                 answer.set_exception(error)
+                if _is_of_device(error):
+                    self._break(error)
 
         return command
 
@@ -323,13 +324,15 @@ class TorchEngine:
                 self._tell_when_ended()
                 self._settle(ended)
         except Exception as error:
+            if _is_of_device(error):
+                raise
             if is_out_of_memory(error):
                 self.exhausted = OutOfMemoryError(what_was_asked(error), self._held_bytes())
             log.exception("a token step failed; its groups are given up")
             self._fail(f"{type(error).__name__}: {error}")
         self._busy += time.perf_counter() - start
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, error: BaseException) -> None:
         """Gives up for good, and says so to all who wait: nothing else would ever end their waiting."""
         self.broken = f"the decode thread has failed: {type(error).__name__}: {error}"
         log.exception(self.broken)
@@ -441,6 +444,11 @@ class TorchEngine:
         if self._recompute:
             self._batch.recompute()
         self._load_seconds += time.perf_counter() - since
+
+
+def _is_of_device(error: BaseException) -> bool:
+    """Whether an accelerator has failed, after which this process can't use it any more."""
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
 
 
 def score(

@@ -561,6 +561,31 @@ def test_a_request_that_cannot_be_generated_fails_alone(new_engine: NewEngine, t
         assert word in (group.error or "")
 
 
+@pytest.mark.parametrize("work", ["logits", "step"])
+def test_an_engine_whose_device_has_failed_says_that_it_is_broken(
+    keyed_engine: NewEngine, tiny: Any, work: str
+) -> None:
+    """Whether a token step finds it or a command."""
+
+    def fail(*_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    async def scenario(engine: Any) -> None:
+        running = asyncio.create_task(collect(engine, asks("0-0", count=8, new=200)))
+        while engine.stats().decode_steps < 2:
+            await asyncio.sleep(0)
+        setattr(engine._decoder, work, fail)
+        if work == "logits":
+            with pytest.raises(torch.AcceleratorError):
+                await engine.score([prompt(5)])
+        assert "device-side assert" in ((await running)["0-0"].error or "")
+        with pytest.raises(TandemError, match="device-side assert"):
+            await collect(engine, asks("0-1"))
+        assert "AcceleratorError" in engine.broken
+
+    in_engine(keyed_engine(tiny.model()), scenario)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_group_whose_logits_are_not_finite_fails_alone(
     keyed_engine: NewEngine, tiny: Any, temperature: float
