@@ -586,6 +586,45 @@ def test_an_engine_whose_device_has_failed_says_that_it_is_broken(
     in_engine(keyed_engine(tiny.model()), scenario)
 
 
+def test_memory_that_runs_out_while_a_load_recomputes_ends_the_samples_and_leaves_the_weights_whole(
+    keyed_engine: NewEngine, tiny: Any
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    async def scenario(engine: Any) -> FinishedGroup:
+        running = asyncio.create_task(collect(engine, asks("0-0", count=8, new=200)))
+        while engine.stats().decode_steps < 2:
+            await asyncio.sleep(0)
+        prefill, engine._decoder.prefill = engine._decoder.prefill, fail
+        await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V2)
+        assert (engine.version, engine.broken) == (V2, "")
+        assert "2.00 GiB" in str(engine.exhausted)
+        assert "out of memory" in ((await running)["0-0"].error or "")
+        engine._decoder.prefill = prefill
+        return (await collect(engine, asks("0-1")))["0-1"]
+
+    expected = generate(keyed_engine(tiny.model(seed=1)), asks("0-1"))["0-1"]
+    assert same_tokens(in_engine(keyed_engine(tiny.model()), scenario), expected)
+
+
+def test_memory_that_runs_out_in_scoring_exhausts_the_engine(
+    keyed_engine: NewEngine, tiny: Any
+) -> None:
+    """The check of new weights would take it for wrong weights."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    async def scenario(engine: Any) -> str:
+        engine._decoder.logits = fail
+        with pytest.raises(torch.OutOfMemoryError):
+            await engine.score([prompt(5)])
+        return str(engine.exhausted)
+
+    assert "2.00 GiB" in in_engine(keyed_engine(tiny.model()), scenario)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_group_whose_logits_are_not_finite_fails_alone(
     keyed_engine: NewEngine, tiny: Any, temperature: float
