@@ -82,7 +82,9 @@ class Batch:
         """
         self._decoder = decoder
         self._context = facts.context
-        self._stop = np.array(sorted(facts.end_tokens), dtype=np.int64)
+        # A tokenizer may have ids for which the model has no logit.
+        ends = sorted(token for token in facts.end_tokens if token < facts.vocabulary)
+        self._stop = np.array(ends, dtype=np.int64)
         self._device = device
         self._max_rows = max_rows
         self.version = version

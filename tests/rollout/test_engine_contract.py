@@ -232,6 +232,15 @@ def test_groups_with_unlike_sampling_share_a_batch(new_engine: NewEngine, tiny: 
             assert same_tokens(together[request.group_id], alone[request.group_id])
 
 
+def test_an_end_token_beyond_the_models_vocabulary_is_never_drawn(
+    keyed_engine: NewEngine, tiny: Any
+) -> None:
+    model = tiny.model()
+    model.generation_config.eos_token_id = [tiny.EOS, tiny.VOCABULARY + 3]
+    group = generate(keyed_engine(model), asks("0-0", shortest=6))["0-0"]
+    assert min(len(sample.tokens) for sample in group.samples) > 6
+
+
 # 256 responses: with few of them, all may reach the limit by chance.
 def test_a_response_ends_with_the_end_token_or_at_the_limit(
     new_engine: NewEngine, tiny: Any
