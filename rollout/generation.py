@@ -140,6 +140,7 @@ class Generation:
             requests = [held.request(self._config) for held in groups]
             async for group in self._engine.generate(requests):
                 held = left.pop(group.group_id)
+                held.is_generated = True
                 self._leave(group.group_id)
                 self._on_finish()
                 try:
