@@ -640,6 +640,26 @@ def test_a_finished_group_that_waits_for_its_receipt_is_not_late(
     assert "past their deadline" not in caplog.text
 
 
+def test_a_group_whose_deadline_passes_while_it_waits_for_its_earlier_attempt_is_given_back(
+    tmp_path: Path, pools: Any, servers: Any
+) -> None:
+    async def scenario(leases: Leases, generation: Generation, held: HeldGroup) -> None:
+        generation.begin([held])
+        leases.give_back(held.lease, "revoked", failed=False)
+        _, (again,) = leases.take(Version(term=1, step=0), 1)
+        assert again.lease.group_id == held.lease.group_id
+        generation.begin([again])
+        again.deadline = 0.0
+        leases.end_late()
+        await generation.wait(30)
+        assert (generation.groups, generation.counts["groups"]) == (0, 0)
+        assert leases.ids() == []
+        _, (returned,) = leases.take(Version(term=1, step=0), 1)
+        assert returned.lease.group_id == held.lease.group_id
+
+    in_generation(tmp_path, pools, servers, scenario)
+
+
 def test_the_receipt_of_a_revoked_attempt_leaves_the_next_one_alone(
     tmp_path: Path, pools: Any, servers: Any
 ) -> None:
