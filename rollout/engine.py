@@ -19,8 +19,8 @@ The contract:
 
 An engine may have more attributes. ``weights_device``: the GPU through which new weights pass on
 their way to host memory if NCCL carries them. ``processes``: those that it runs beside the worker's own, as
-``psutil.Process``, whose memory is reported with the worker's. ``exhausted``: the error with which a token step
-ran out of memory, or None; the worker ends with it. ``broken``: why it will never finish a group again, empty while it
+``psutil.Process``, whose memory is reported with the worker's. ``exhausted``: the error with which a token step, a
+load or a score ran out of memory, or None; the worker ends with it. ``broken``: why it will never finish a group again, empty while it
 works; the worker ends with that, too. ``context``: greatest number of tokens of prompt and response
 together. If an engine is also a :class:`Scorer`, every version
 that it loads is checked; both engines above are.

@@ -119,13 +119,18 @@ class Generation:
             await self._engine.abort([group_id])
         while self._leases.holds(held) and (earlier := self._inside.get(group_id)):
             await earlier.wait()
-        if self._leases.holds(held):
+        if self._leases.holds(held) and not held.is_late:
             self._enter([held])
             await self._generate([held])
+            return
+        self.groups -= 1
+        if self._leases.holds(held):
+            # Its deadline ends nothing any more: it came while the engine had the earlier attempt.
+            why = "its deadline passed while its earlier attempt ended"
+            await self.give_back(held.lease, why, failed=False)
         else:
-            self.groups -= 1
             self._drop(held)
-            self._on_finish()
+        self._on_finish()
 
     def _drop(self, held: HeldGroup) -> None:
         """Drops a group whose lease isn't this worker's any more."""
@@ -140,6 +145,7 @@ class Generation:
             requests = [held.request(self._config) for held in groups]
             async for group in self._engine.generate(requests):
                 held = left.pop(group.group_id)
+                held.is_generated = True
                 self._leave(group.group_id)
                 self._on_finish()
                 try:

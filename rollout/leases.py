@@ -51,6 +51,8 @@ class HeldGroup:
     """Whether the ledger has taken the group back, so that nothing of it is submitted."""
     is_late: bool = False
     """Whether the group was ended at its deadline."""
+    is_generated: bool = False
+    """Whether the engine is done with it, so that there is nothing to end at its deadline."""
     is_spoiled: bool = False
     """Whether it may have tokens of weights that failed their check, so that nothing is submitted."""
 
@@ -271,7 +273,7 @@ class Leases:
         late = []
         with self._lock:
             for group_id, held in self._held.items():
-                if not held.is_late and now >= held.deadline:
+                if not (held.is_late or held.is_generated) and now >= held.deadline:
                     held.is_late = True
                     late.append(group_id)
         if late:

@@ -149,13 +149,14 @@ async def _until(stop: asyncio.Event, engine: Engine, follows: Following | None)
         TandemError: the engine has failed.
     """
     while not stop.is_set():
-        if follows is not None and follows.hopeless:
-            log.error(follows.hopeless)
-            return EXIT_UNLIKE
         if exhausted := getattr(engine, "exhausted", None):
             raise exhausted
         if broken := getattr(engine, "broken", ""):
             raise TandemError(f"the engine has failed: {broken}")
+        # Last: an engine that has failed fails the check of its weights, too.
+        if follows is not None and follows.hopeless:
+            log.error(follows.hopeless)
+            return EXIT_UNLIKE
         try:
             await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
         except TimeoutError:

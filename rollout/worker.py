@@ -270,11 +270,6 @@ class Worker:
                 log.warning(f"Redis is away, trying again: {error}")
                 with self._clock.doing("wait/redis"):
                     await self._nap(1.0)
-            if self._committer.hopeless:
-                log.error(
-                    f"{self._committer.hopeless}; {self._name} ends so that a fresh process can try again"
-                )
-                return EXIT_UNLIKE
             if exhausted := getattr(self._engine, "exhausted", None):
                 raise exhausted
             # An engine that can't recover says so, if it knows: each try would cost a group or an evaluation an
@@ -285,6 +280,12 @@ class Worker:
             if broken:
                 log.error(f"{broken}; {self._name} ends so that a fresh process can take its place")
                 return 1
+            # Last: an engine that has failed fails the check of its weights, too.
+            if self._committer.hopeless:
+                log.error(
+                    f"{self._committer.hopeless}; {self._name} ends so that a fresh process can try again"
+                )
+                return EXIT_UNLIKE
         return 0
 
     async def _turn(self) -> bool:

@@ -26,6 +26,10 @@ PREFILL_TOKENS = 16_384
 """Padded tokens of one prefill pass at most, which bounds its memory."""
 GROWTH = 64
 """Least number of slots by which the cache grows."""
+NOT_FINITE = (
+    "the model's logits aren't finite numbers for one of its samples: look whether the weights are, and set "
+    "rollout.dtype=bfloat16 or float32 if it is float16, whose numbers end at 65,504"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +82,9 @@ class Batch:
         """
         self._decoder = decoder
         self._context = facts.context
-        self._stop = np.array(sorted(facts.end_tokens), dtype=np.int64)
+        # A tokenizer may have ids for which the model has no logit.
+        ends = sorted(token for token in facts.end_tokens if token < facts.vocabulary)
+        self._stop = np.array(ends, dtype=np.int64)
         self._device = device
         self._max_rows = max_rows
         self.version = version
@@ -292,7 +298,7 @@ class Batch:
     # One token.
 
     def step(self) -> list[tuple[Row, Response]]:
-        """Samples one token for every row; takes out the rows that it ended."""
+        """Samples one token for every row; takes out the rows that it ended, and the groups that it failed."""
         self._close_ranks()
         count = self._live
         longest = int(self._length[:count].max())
@@ -318,6 +324,7 @@ class Batch:
         host = tokens.cpu().numpy()
         self._tokens[every, length] = host
         self._logprobs[every, length] = logprobs.cpu().numpy()
+        failed = self._find_not_finite(np.flatnonzero(np.isnan(self._logprobs[every, length])))
         length += 1
         self.steps += 1
         self.sampled += count
@@ -327,14 +334,28 @@ class Batch:
             self._find_stops(stopped)
         if self._followed:
             for row, token in zip(self._rows[:count], host.tolist(), strict=True):
-                if row is not None and row.group.request.follow is not None:
+                if row is None or row.group in failed:
+                    continue
+                if row.group.request.follow is not None:
                     row.group.request.follow([token])
-        ended = np.flatnonzero(stopped | (length >= self._limit[:count])).tolist()
-        if not ended:
-            return []
-        return self._take(
-            (place, FinishReason.STOP if stopped[place] else FinishReason.LENGTH) for place in ended
-        )
+        ended = [
+            (place, FinishReason.STOP if stopped[place] else FinishReason.LENGTH)
+            for place in np.flatnonzero(stopped | (length >= self._limit[:count])).tolist()
+        ]
+        if failed:
+            ended += [
+                (place, FinishReason.ABORT)
+                for place, row in enumerate(self._rows[:count])
+                if row is not None and row.group in failed
+            ]
+        return self._take(ended) if ended else []
+
+    def _find_not_finite(self, places: np.ndarray) -> set[Running]:
+        """Marks the groups of rows whose logits were infinite, or no numbers, as failed."""
+        failed = {row.group for place in places if (row := self._rows[place]) is not None}
+        for group in failed:
+            group.error = NOT_FINITE
+        return failed
 
     def _find_stops(self, stopped: np.ndarray) -> None:
         """Marks the rows whose text holds one of their group's stop strings now."""

@@ -80,19 +80,22 @@ def kept(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Logits of the sampling distribution: ``[B, V]`` float32, -inf for tokens that are left out.
 
     Applies temperature, then top-k, then top-p to what is left, in the order of vLLM and
-    transformers. At temperature 0 they are those of temperature 1.
+    transformers. At temperature 0 they are those of temperature 1. The likeliest token always stays.
     """
     logits = logits.float()
     if sampling.temperature not in (0.0, 1.0):
-        logits = logits / sampling.temperature
+        # From the greatest down, so that no temperature makes it infinite; a lower one than that would be 0 in float32.
+        logits = logits - logits.amax(-1, keepdim=True)
+        logits /= max(sampling.temperature, torch.finfo(torch.float32).tiny)
     if 0 < sampling.top_k < logits.shape[-1]:
         least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
         probs = ordered.softmax(-1)
-        # A token stays if what comes before it is under top_p, so the most likely one always does.
+        # A token stays if what comes before it is under top_p, which may be 0 in float32.
         outside = probs.cumsum(-1) - probs >= sampling.top_p
+        outside[:, 0] = False
         left_out = torch.zeros_like(outside).scatter_(-1, order, outside)
         logits = logits.masked_fill(left_out, float("-inf"))
     return logits
@@ -107,7 +110,8 @@ def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[Te
         uniforms: ``[B]`` float64 in [0, 1), not read when greedy.
 
     Returns:
-        ``[B]`` int64 tokens and ``[B]`` float32 log-probs, in nats.
+        ``[B]`` int64 tokens and ``[B]`` float32 log-probs, in nats. Where a row's logits aren't finite, its log-prob is
+        NaN and its token any.
     """
     logits = kept(logits, sampling)
     if sampling.temperature == 0.0:
@@ -121,5 +125,7 @@ def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[Te
     # The first token whose cumulative probability is above the number. A token of probability 0
     # adds nothing to the sum, so it is never the first.
     tokens = torch.searchsorted(cumulative, uniforms.unsqueeze(-1) * total, right=True)
+    # No number is under NaN.
+    tokens.clamp_(max=logits.shape[-1] - 1)
     logprobs = (logits.gather(-1, tokens) - greatest).double() - total.log()
     return tokens.squeeze(-1), logprobs.squeeze(-1).float()

@@ -127,7 +127,7 @@ class TorchEngine:
         self._loads = 0
         self._load_seconds = 0.0
         self.exhausted: OutOfMemoryError | None = None
-        """Why a token step had too little memory; None as long as all had enough."""
+        """Why a token step, a load or a score had too little memory; None as long as all had enough."""
         self.broken = ""
         """Why no group will ever be finished again; empty while the engine works."""
 
@@ -174,11 +174,17 @@ class TorchEngine:
         self, rows: Sequence[Int32Array], temperature: float = 1.0
     ) -> list[Float32Array]:
         """Log-probs of tokens; see :class:`~tandem.rollout.engine.Scorer`."""
-        return await self._ask(
-            lambda: score(
-                self._decoder, rows, temperature, self._device, vocabulary=self._facts.vocabulary
-            )
-        )
+
+        def scored() -> list[Float32Array]:
+            vocabulary = self._facts.vocabulary
+            try:
+                return score(self._decoder, rows, temperature, self._device, vocabulary=vocabulary)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    self._exhaust(error)
+                raise
+
+        return await self._ask(scored)
 
     async def rank(self, rows: Sequence[Int32Array], count: int) -> list[Likeliest]:
         """Log-probs of tokens and of others; see :class:`~tandem.rollout.engine.Ranker`."""
@@ -258,8 +264,7 @@ class TorchEngine:
 
     # Handing work to the decode thread.
 
-    @staticmethod
-    def _command(work: Callable[[], T], answer: Future[T]) -> Callable[[], None]:
+    def _command(self, work: Callable[[], T], answer: Future[T]) -> Callable[[], None]:
         def command() -> None:
             # From here on the answer can't be cancelled; what nobody waits for any more isn't done.
             if not answer.set_running_or_notify_cancel():
@@ -268,6 +273,8 @@ class TorchEngine:
                 answer.set_result(work())
             except BaseException as error:  # noqa: BLE001 - passed on to whoever asked
                 answer.set_exception(error)
+                if _is_of_device(error):
+                    self._break(error)
 
         return command
 
@@ -323,13 +330,14 @@ class TorchEngine:
                 self._tell_when_ended()
                 self._settle(ended)
         except Exception as error:
+            if _is_of_device(error):
+                raise
             if is_out_of_memory(error):
-                self.exhausted = OutOfMemoryError(what_was_asked(error), self._held_bytes())
-            log.exception("a token step failed; its groups are given up")
-            self._fail(f"{type(error).__name__}: {error}")
+                self._exhaust(error)
+            self._fail(error, "a token step")
         self._busy += time.perf_counter() - start
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, error: BaseException) -> None:
         """Gives up for good, and says so to all who wait: nothing else would ever end their waiting."""
         self.broken = f"the decode thread has failed: {type(error).__name__}: {error}"
         log.exception(self.broken)
@@ -413,11 +421,15 @@ class TorchEngine:
         del self._groups[group.request.group_id]
         group.deliver(group)
 
-    def _fail(self, error: str) -> None:
+    def _exhaust(self, error: Exception) -> None:
+        self.exhausted = OutOfMemoryError(what_was_asked(error), self._held_bytes())
+
+    def _fail(self, error: Exception, what: str) -> None:
         """Gives up every running group; the batch is empty afterwards."""
+        log.exception(f"{what} failed; the running groups are given up")
         for group in self._batch.groups():
             if group.request.group_id in self._groups:
-                group.error = error
+                group.error = f"{type(error).__name__}: {error}"
                 self._deliver(group)
         self._batch.clear()
 
@@ -439,8 +451,20 @@ class TorchEngine:
         self._loads += 1
         self._batch.restamp(version)
         if self._recompute:
-            self._batch.recompute()
+            try:
+                self._batch.recompute()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                # The weights are whole: only the samples that ran are lost.
+                self._exhaust(error)
+                self._fail(error, f"recomputing keys and values under {version}")
         self._load_seconds += time.perf_counter() - since
+
+
+def _is_of_device(error: BaseException) -> bool:
+    """Whether an accelerator has failed, after which this process can't use it any more."""
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
 
 
 def score(

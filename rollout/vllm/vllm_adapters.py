@@ -243,7 +243,8 @@ class VllmAdapters(VllmWeights):
             for spec in self._specs
         }
         try:
-            tried = await self._add(zero, None)
+            tried = await self._write(zero, None)
+            await self._add(tried)
         except WeightsError as error:
             raise ConfigError(
                 f"rollout.engine=vllm can't load the adapters of learner.lora: {error}: choose other "
@@ -281,8 +282,9 @@ class VllmAdapters(VllmWeights):
             TandemError: vLLM has died.
         """
         async with self._in_order():
+            new = await self._write(tensors, version)
             since = time.perf_counter()
-            new = await self._add(tensors, version)
+            await self._add(new)
             # From here to the abort nothing is awaited, so no request begins in between.
             self._adapters.append(new)
             self._current, self.version = new, version
@@ -308,20 +310,30 @@ class VllmAdapters(VllmWeights):
             users += self._plain
         return [use for use in users if use.may_move]
 
-    async def _add(self, tensors: Mapping[str, torch.Tensor], version: Version | None) -> _Adapter:
-        """Writes an adapter and has every rank of vLLM load it.
+    async def _write(
+        self, tensors: Mapping[str, torch.Tensor], version: Version | None
+    ) -> _Adapter:
+        """Writes an adapter, while vLLM goes on sampling.
 
         Raises:
-            WeightsError: one of them couldn't; it isn't used by any request.
+            WeightsError: it can't be written.
         """
         number = next(_numbers)
         name = f"{version or UNNAMED}-{number}-{secrets.token_hex(4)}"
         folder = await asyncio.to_thread(self._folders.write, name, tensors, self._lora)
-        adapter = _Adapter(name, number, folder)
+        return _Adapter(name, number, folder)
+
+    async def _add(self, adapter: _Adapter) -> None:
+        """Has every rank of vLLM load an adapter.
+
+        Raises:
+            WeightsError: one of them couldn't; it isn't used by any request.
+        """
+        name, number = adapter.name, adapter.number
         try:
             async with asyncio.timeout(RPC_SECONDS):
                 replies = await self._process.llm.collective_rpc(
-                    "tandem_add_adapter", args=(name, number, str(folder))
+                    "tandem_add_adapter", args=(name, number, str(adapter.folder))
                 )
                 problem = complaint(replies, name, 1)
                 if not problem and number not in await self._process.llm.list_loras():
@@ -329,7 +341,7 @@ class VllmAdapters(VllmWeights):
         except Exception as error:  # noqa: BLE001 - vLLM wraps a rank's exception in one of its own
             problem = f"{type(error).__name__}: {error}"
         if not problem:
-            return adapter
+            return
         if self._process.llm is None or self._process.llm.errored:
             raise TandemError(f"vLLM has died: {problem}")
         await self._remove(adapter)
@@ -415,8 +427,9 @@ class VllmAdapters(VllmWeights):
             return found
 
         async def go_on(first: Response, count: int, index: int = 0) -> list[Response]:
-            if first.reason is not FinishReason.ABORT:
-                return [first]
+            # Others may have had their turn since, and have aborted the group.
+            if first.reason is not FinishReason.ABORT or gone():
+                return [first] * count
             tokens = tuple(first.tokens.tolist())
             names.append(f"{names[0]}+{len(names)}")
             rest = await self.sample(

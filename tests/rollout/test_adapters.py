@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from tandem.common.errors import ConfigError, WeightsError
 from tandem.common.records import FinishReason, Sample, SamplingParams, Version
 from tandem.common.weights.manifest import ScoredRows
 from tandem.rollout import engines
+from tandem.rollout.contract import Response
 from tandem.rollout.decoding.torch_engine import TorchEngine
 from tandem.rollout.engine import GroupRequest, NamedWeights
 from tandem.rollout.new_weights.commit_check import CommitCheck
@@ -314,6 +316,62 @@ def test_aborted_groups_stay_aborted_while_the_adapter_changes(new_engine: Any, 
     samples = in_engine(new_engine(), scenario)
     assert {sample.finish_reason for sample in samples} >= {FinishReason.ABORT}
     assert all(step == 1 for sample in samples for step, _, _ in spans_of(sample))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_an_abort_meets_samples_that_are_about_to_go_on_with_the_new_adapter(
+    vllm: Any, tiny: Any
+) -> None:
+    async def scenario(engine: Any) -> list[Response]:
+        await engine.load(NamedWeights(adapters(tiny, 1)), V1)
+        # The group is gone from when its samples were first asked whether it is.
+        asked = itertools.count()
+        request = long_group("0-0", count=3)
+        task = asyncio.create_task(
+            engine._process.run(
+                engine._weights.sample(
+                    ["0-0"],
+                    lambda: next(asked) > 0,
+                    PROMPT,
+                    request.sampling,
+                    count=request.count,
+                    room=200,
+                    end_tokens=[EOS],
+                    urgent=False,
+                    stops=None,
+                    follow=None,
+                )
+            )
+        )
+        await running(engine, 30)
+        await engine.load(NamedWeights(adapters(tiny, 2)), V2)
+        found: list[Response] = await asyncio.wait_for(task, 60)
+        return found
+
+    found = in_engine(vllm(), scenario)
+    assert len(found) == 3
+    assert any(one.reason is FinishReason.ABORT for one in found)
+    assert {version for one in found for version, *_ in one.spans} <= {V1}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_samples_that_run_while_an_adapter_is_written_are_not_counted_as_paused(
+    vllm: Any, tiny: Any
+) -> None:
+    async def scenario(engine: Any) -> float:
+        write = engine._weights._folders.write
+
+        def slow(*args: Any) -> Path:
+            time.sleep(5)
+            return Path(write(*args))
+
+        engine._weights._folders.write = slow
+        await engine.load(NamedWeights(adapters(tiny, 1)), V1)
+        return float(engine.stats().load_seconds)
+
+    assert in_engine(vllm(), scenario) < 5
 
 
 def test_a_stop_string_that_spans_the_change_ends_the_sample(new_engine: Any, tiny: Any) -> None:

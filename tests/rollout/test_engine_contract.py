@@ -27,6 +27,8 @@ from tandem.rollout.engine import (
 
 V1, V2, V3 = (Version(term=1, step=step) for step in (1, 2, 3))
 NewEngine = Callable[..., Any]
+OVERFLOWS = 24
+"""A token id that no prompt of these tests has by itself."""
 VLLM = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
@@ -228,6 +230,15 @@ def test_groups_with_unlike_sampling_share_a_batch(new_engine: NewEngine, tiny: 
         if engine.keyed_noise or request.sampling.temperature == 0.0:
             alone = generate(new_engine(tiny.model()), request)
             assert same_tokens(together[request.group_id], alone[request.group_id])
+
+
+def test_an_end_token_beyond_the_models_vocabulary_is_never_drawn(
+    keyed_engine: NewEngine, tiny: Any
+) -> None:
+    model = tiny.model()
+    model.generation_config.eos_token_id = [tiny.EOS, tiny.VOCABULARY + 3]
+    group = generate(keyed_engine(model), asks("0-0", shortest=6))["0-0"]
+    assert min(len(sample.tokens) for sample in group.samples) > 6
 
 
 # 256 responses: with few of them, all may reach the limit by chance.
@@ -557,6 +568,91 @@ def test_a_request_that_cannot_be_generated_fails_alone(new_engine: NewEngine, t
         group = groups[request.group_id]
         assert (group.samples, group.refused) == ((), True)
         assert word in (group.error or "")
+
+
+@pytest.mark.parametrize("work", ["logits", "step"])
+def test_an_engine_whose_device_has_failed_says_that_it_is_broken(
+    keyed_engine: NewEngine, tiny: Any, work: str
+) -> None:
+    """Whether a token step finds it or a command."""
+
+    def fail(*_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    async def scenario(engine: Any) -> None:
+        running = asyncio.create_task(collect(engine, asks("0-0", count=8, new=200)))
+        while engine.stats().decode_steps < 2:
+            await asyncio.sleep(0)
+        setattr(engine._decoder, work, fail)
+        if work == "logits":
+            with pytest.raises(torch.AcceleratorError):
+                await engine.score([prompt(5)])
+        assert "device-side assert" in ((await running)["0-0"].error or "")
+        with pytest.raises(TandemError, match="device-side assert"):
+            await collect(engine, asks("0-1"))
+        assert "AcceleratorError" in engine.broken
+
+    in_engine(keyed_engine(tiny.model()), scenario)
+
+
+def test_memory_that_runs_out_while_a_load_recomputes_ends_the_samples_and_leaves_the_weights_whole(
+    keyed_engine: NewEngine, tiny: Any
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    async def scenario(engine: Any) -> FinishedGroup:
+        running = asyncio.create_task(collect(engine, asks("0-0", count=8, new=200)))
+        while engine.stats().decode_steps < 2:
+            await asyncio.sleep(0)
+        prefill, engine._decoder.prefill = engine._decoder.prefill, fail
+        await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V2)
+        assert (engine.version, engine.broken) == (V2, "")
+        assert "2.00 GiB" in str(engine.exhausted)
+        assert "out of memory" in ((await running)["0-0"].error or "")
+        engine._decoder.prefill = prefill
+        return (await collect(engine, asks("0-1")))["0-1"]
+
+    expected = generate(keyed_engine(tiny.model(seed=1)), asks("0-1"))["0-1"]
+    assert same_tokens(in_engine(keyed_engine(tiny.model()), scenario), expected)
+
+
+def test_memory_that_runs_out_in_scoring_exhausts_the_engine(
+    keyed_engine: NewEngine, tiny: Any
+) -> None:
+    """The check of new weights would take it for wrong weights."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    async def scenario(engine: Any) -> str:
+        engine._decoder.logits = fail
+        with pytest.raises(torch.OutOfMemoryError):
+            await engine.score([prompt(5)])
+        return str(engine.exhausted)
+
+    assert "2.00 GiB" in in_engine(keyed_engine(tiny.model()), scenario)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_group_whose_logits_are_not_finite_fails_alone(
+    keyed_engine: NewEngine, tiny: Any, temperature: float
+) -> None:
+    asked = [asks("0-0", key=3, new=8), asks("0-1", new=8, temperature=temperature)]
+    asked[1].prompt_tokens[4] = OVERFLOWS
+    expected = generate(keyed_engine(tiny.model("llama")), asked[0])
+    model = tiny.model("llama")
+    engine = keyed_engine(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[OVERFLOWS] = torch.inf
+
+    async def scenario(engine: Any) -> list[dict[str, FinishedGroup]]:
+        return [await collect(engine, *asked), await collect(engine, asked[1])]
+
+    beside, alone = in_engine(engine, scenario)
+    assert same_tokens(beside["0-0"], expected["0-0"])
+    for found in beside, alone:
+        assert "the model's logits aren't finite" in (found["0-1"].error or "")
 
 
 def test_a_response_stops_at_the_models_context(new_engine: NewEngine, tiny: Any) -> None:

@@ -95,3 +95,17 @@ def test_top_k_comes_before_top_p() -> None:
     ).softmax(-1)[0]
     # Of the three kept, renormalised 0.44, 0.33, 0.22, two reach 0.5.
     np.testing.assert_allclose(found, [4 / 7, 3 / 7, 0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1e-38, 1.0), (1e-50, 1.0), (1.0, 1e-50)])
+def test_the_likeliest_token_stays_however_narrow_the_distribution_is(
+    temperature: float, top_p: float
+) -> None:
+    logits = torch.tensor([[7.0, 30.0, -50.0, float("-inf")], [1e4, -1e4, 0.0, 9e3]])
+    tokens, logprobs = draw(
+        logits,
+        SamplingParams(temperature=temperature, top_p=top_p, top_k=0, max_new_tokens=1024),
+        torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64),
+    )
+    assert tokens.tolist() == [1, 0]
+    assert logprobs.tolist() == [0.0, 0.0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,11 @@ from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings, Row
 from tandem.replay.members import Members, membership
 from tandem.replay.store import RunStore
+from tandem.rollout.decoding.torch_engine import TorchEngine
+from tandem.rollout.generation import Generation
+from tandem.rollout.leases import HeldGroup, Leases
+from tandem.rollout.new_weights.commit_check import CommitCheck
+from tandem.rollout.submission import Submitter, live_pools
 
 pytestmark = pytest.mark.usefixtures("forkserver")
 
@@ -551,6 +558,106 @@ def test_a_worker_that_is_leased_a_group_again_while_it_generates_it_begins_it_a
             assert process.poll() is None
         finally:
             bench.close()
+
+
+def in_generation(
+    tmp_path: Path, pools: Any, servers: Any, scenario: Callable[..., Awaitable[Any]]
+) -> Any:
+    """Runs a scenario with a worker's leases and generation, an engine and a pool that sends no receipts."""
+    (tmp_path / "redis").mkdir()
+
+    async def run(bench: Bench) -> Any:
+        ledger = Ledger(bench.store, "rollout-0")
+        version = Version(term=bench.term, step=0)
+        engine: Any = TorchEngine(
+            load_model("miniature"), load_tokenizer("miniature"), version=version
+        )
+        leases = Leases(ledger, bench.runs, bench.config, lambda _: None)
+        check = CommitCheck(
+            engine,
+            dtypes=("float32", "float32"),
+            bound=0.0,
+            temperature=1.0,
+            runs_on=True,
+            seconds=10.0,
+            longest=100,
+        )
+        submitter = Submitter(
+            "rollout-0",
+            partial(live_pools, bench.members),
+            bench.runs.curve_client(),
+            lambda _: None,
+            most=100,
+        )
+        generation = Generation(
+            "rollout-0",
+            bench.config,
+            engine,
+            ledger,
+            leases,
+            check,
+            submitter,
+            asyncio.to_thread,
+            lambda: None,
+        )
+        await engine.start()
+        submitter.start()
+        try:
+            _, groups = leases.take(version, 1)
+            async with asyncio.timeout(40):
+                return await scenario(leases, generation, groups[0])
+        finally:
+            submitter.close()
+            await engine.close()
+
+    with servers.running(tmp_path / "redis") as server:
+        bench = Bench(
+            server,
+            pools.StandInPool,
+            tmp_path,
+            settings("expert.per_group=0", "expert.prefix=null"),
+        )
+        bench.silent = True
+        try:
+            return asyncio.run(run(bench))
+        finally:
+            bench.close()
+
+
+def test_a_finished_group_that_waits_for_its_receipt_is_not_late(
+    tmp_path: Path, pools: Any, servers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(leases: Leases, generation: Generation, held: HeldGroup) -> None:
+        generation.begin([held])
+        await generation.wait(30)
+        assert generation.counts["groups"] == 1
+        held.deadline = 0.0
+        leases.end_late()
+        assert leases.ids() == [held.lease.group_id]
+        assert not held.is_late
+
+    in_generation(tmp_path, pools, servers, scenario)
+    assert "past their deadline" not in caplog.text
+
+
+def test_a_group_whose_deadline_passes_while_it_waits_for_its_earlier_attempt_is_given_back(
+    tmp_path: Path, pools: Any, servers: Any
+) -> None:
+    async def scenario(leases: Leases, generation: Generation, held: HeldGroup) -> None:
+        generation.begin([held])
+        leases.give_back(held.lease, "revoked", failed=False)
+        _, (again,) = leases.take(Version(term=1, step=0), 1)
+        assert again.lease.group_id == held.lease.group_id
+        generation.begin([again])
+        again.deadline = 0.0
+        leases.end_late()
+        await generation.wait(30)
+        assert (generation.groups, generation.counts["groups"]) == (0, 0)
+        assert leases.ids() == []
+        _, (returned,) = leases.take(Version(term=1, step=0), 1)
+        assert returned.lease.group_id == held.lease.group_id
+
+    in_generation(tmp_path, pools, servers, scenario)
 
 
 def test_the_receipt_of_a_revoked_attempt_leaves_the_next_one_alone(
