@@ -55,6 +55,18 @@ def test_a_machine_that_can_run_the_miniature(capsys: pytest.CaptureFixture[str]
     assert finding(found, "redis-server")["state"] == "ok"
 
 
+@pytest.mark.usefixtures("few")
+def test_a_gpu_that_is_too_few_for_an_automatic_choice_is_a_note_with_the_way_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: GPU.gpus)
+    _, found = doctor(capsys, "miniature", "launch.gpus=auto")
+    gpus = finding(found, "GPUs")
+    assert gpus["state"] == "note"
+    assert "needs 2 GPUs" in gpus["why"]
+    assert gpus["mend"].startswith("set launch.share_gpu=true")
+
+
 FOUR = """
 base: miniature
 data: {miniature: null, train: [{path: "train.jsonl"}], evaluate: []}
