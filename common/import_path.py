@@ -7,8 +7,12 @@ An import path is ``package.module:name``, where the name may be an attribute's
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import importlib.util
 import inspect
+import os
 import re
+import sys
 from typing import Any
 
 from .errors import ConfigError
@@ -46,25 +50,36 @@ def split_path(path: str) -> tuple[str, str]:
     return module, name
 
 
-def load(path: str, *, key: str, process: str) -> Any:
-    """Imports the object that a path names.
+WAY_OUT = "Install its module, put its folder on PYTHONPATH, or start Tandem in that folder"
+
+
+def load(path: str, *, key: str) -> Any:
+    """Imports the object that a path names. Its module may also be in the working folder, where Tandem was started.
 
     Args:
         path: the import path.
         key: the setting that holds it, for the error.
-        process: the process that imports it, for the error.
 
     Raises:
         ConfigError: the path is malformed, the module can't be imported, or it has no such name.
     """
     split_path(path)
     try:
+        # Appended at the end, so that nothing there hides an installed module.
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)
         return resolve(path)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything
         raise ConfigError(
-            f"{key}={path} can't be imported: {type(error).__name__}: {error}. Install its module, or "
-            f"put its folder on PYTHONPATH of {process}"
+            f"{key}={path} can't be imported: {type(error).__name__}: {error}. {WAY_OUT}"
         ) from None
+
+
+def has_module(path: str) -> bool:
+    """Whether :func:`load` would find the module or package that a path begins with; imports nothing."""
+    top = split_path(path)[0].partition(".")[0]
+    here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
+    return here is not None or importlib.util.find_spec(top) is not None
 
 
 def check_call(function: Any, named: str, words: str, *arguments: Any) -> None:

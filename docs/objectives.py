@@ -71,8 +71,8 @@ an objective of your own.
 
 OWN = """## One of your own
 
-`learner.objective.name=package.module:function` trains with your function; the module must be
-importable by the learner (installed, or on `PYTHONPATH`). A path that leads nowhere, and a function that doesn't take these
+`learner.objective.name=package.module:function` trains with your function; its module may be
+installed, on `PYTHONPATH`, or in the folder where you start Tandem. A path that leads nowhere, and a function that doesn't take these
 three arguments, are refused before anything is started.
 
 ```python

@@ -212,7 +212,7 @@ def _imported(
     lora: LoraConfig | None,
 ) -> Engine:
     """The engine that the factory at an import path makes."""
-    factory = load(path, key="rollout.engine", process="the rollout workers")
+    factory = load(path, key="rollout.engine")
     if lora is None:
         engine = factory(model, rollout, max_rows=max_rows)
     else:

@@ -40,7 +40,7 @@ def imported(path: str) -> Callback:
     Raises:
         ConfigError: there is no such function, or its module can't be imported; says why.
     """
-    function: Any = load(path, key=KEY, process="Tandem, or start Tandem in that folder")
+    function: Any = load(path, key=KEY)
     if not callable(function):
         raise ConfigError(f"{KEY}={path} isn't a function: {function!r:.200}")
     if inspect.iscoroutinefunction(function):
@@ -94,8 +94,6 @@ def main(arguments: Sequence[str]) -> int:
     def say(message: dict[str, Any]) -> None:
         channel.sendall(json.dumps(message).encode() + b"\n")
 
-    # Appended at the end, so that nothing there hides an installed module.
-    sys.path.append(os.getcwd())
     try:
         callbacks = [imported(path) for path in settings["callbacks"]]
     except ConfigError as error:

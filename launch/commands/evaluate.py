@@ -25,7 +25,7 @@ from ...common.printable import printable
 from ...common.run_folder import RunFolder, existing, write_atomic
 from ..progress import Progress
 from ..wording import shown
-from .options import output_file
+from .options import in_own_dtype, output_file
 
 if TYPE_CHECKING:
     from ...common.config import Config, EvalSetConfig, EvaluateConfig
@@ -524,7 +524,9 @@ def _config(
         return load("miniature").resolve(overrides), None
     data = arguments.data[0] if arguments.data else ""
     plain = {"run": {"steps": 1}, "data": {"train": [{"path": data}]}}
-    return build(plain, overrides), None
+    config = build(plain, overrides)
+    # An endpoint's models are in whatever it has loaded.
+    return (config if arguments.endpoint else in_own_dtype(config, models)), None
 
 
 def _run_of(models: Sequence[str], *, has_preset: bool) -> RunFolder | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError, DataError
 from ...common.run_folder import JoinInfo, RunFolder, existing, read_join
@@ -124,3 +126,54 @@ def joined(join: JoinInfo, name: str, deadline: float = 30.0) -> tuple[Store, Co
 
     store = connect(join, deadline=deadline, name=name)
     return store, read_config(RunStore(store).config_yaml())
+
+
+def model_settings(model: str) -> dict[str, Any]:
+    """A model's ``config.json``, fetched from the hub where it isn't here.
+
+    Raises:
+        DataError: it can't be read.
+    """
+    from ...common.models import read_model_config, unreadable
+
+    settings = read_model_config(model)
+    if not settings:
+        from transformers import AutoConfig
+
+        # The name of a model on a hub, from where the engine gets it too.
+        try:
+            settings = AutoConfig.from_pretrained(model).to_dict()
+        except (OSError, ValueError) as error:
+            raise DataError(unreadable(model, "config", error)) from None
+    return settings
+
+
+def in_own_dtype(config: Config, models: Sequence[str]) -> Config:
+    """The config with the dtype of the models' own ``config.json`` where no setting names one.
+
+    It is float32 where models differ or name none, and on a CPU that is slow in theirs.
+    """
+    if "dtype" in config.model.model_fields_set or config.rollout.dtype is not None:
+        return config
+    stored = {_stored_dtype(model_settings(model)) for model in models}
+    dtype = stored.pop() if len(stored) == 1 else "float32"
+    if dtype != "float32":
+        # The environment is read when torch is loaded.
+        os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
+        import torch
+
+        from ...common.models import has_fast_bfloat16
+
+        fast = dtype == "bfloat16" and has_fast_bfloat16()
+        if not torch.cuda.is_available() and not fast:
+            dtype = "float32"
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+def _stored_dtype(settings: dict[str, Any]) -> str:
+    text = settings.get("text_config")
+    for part in (settings, text if isinstance(text, dict) else {}):
+        dtype = part.get("dtype") or part.get("torch_dtype")
+        if dtype in ("float32", "bfloat16", "float16"):
+            return str(dtype)
+    return "float32"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...common.errors import ConfigError, DataError, StoreError
 from ...common.run_folder import JoinInfo, RunFolder, existing
-from .options import add_run, joined, locate
+from .options import add_run, in_own_dtype, joined, locate, model_settings
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -191,22 +191,14 @@ def _of_model(model: str, overrides: list[str], context: int | None) -> Config:
         raise ConfigError(f"{model} doesn't say how long its context is: give --context N")
     if limit is not None and context is not None and context > limit:
         raise ConfigError(f"--context {context}: {model} has a context of {limit} tokens")
+    if not stored:
+        config = in_own_dtype(config, [model])
     return _with_context(config, context or limit or 0)
 
 
 def _limit(model: str) -> int | None:
     """Tokens of a model's context; None if it doesn't say."""
-    from ...common.models import read_model_config, unreadable
-
-    settings = read_model_config(model)
-    if not settings:
-        from transformers import AutoConfig
-
-        # The name of a model on a hub, from where the engine gets it too.
-        try:
-            settings = AutoConfig.from_pretrained(model).to_dict()
-        except (OSError, ValueError) as error:
-            raise DataError(unreadable(model, "config", error)) from None
+    settings = model_settings(model)
     text = settings.get("text_config")
     limit = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
     return limit if isinstance(limit, int) else None

@@ -18,6 +18,7 @@ from ..plan.sizes import safetensors_of, shape_of, trained
 from ..wording import human, shown_python
 from .environments import check_environments
 from .servers import check_servers
+from .surroundings import check_torch
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -53,6 +54,8 @@ def check_host(
             another group size, or teaches the objective nothing.
     """
     placement = place(config, machine)
+    if placement.gpus:
+        check_torch()
     check_dtype(config, placement)
     check_trackers(config)
     check_optimizers(config)

@@ -15,7 +15,7 @@ from ...common.disk import free_bytes
 from ...common.errors import TandemError
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
-from ..plan.placement import gpus_needed, place, trackers_of
+from ..plan.placement import gpus_left_idle, gpus_needed, place, trackers_of
 from ..plan.sizes import local_folder, shape_of, too_long
 from ..wording import human, shown_python
 from . import surroundings
@@ -101,6 +101,9 @@ def _gpus(config: Config, machine: Machine) -> list[Finding]:
             present += " (and no nvidia-smi)"
         why, _, mend = str(error).partition(": ")[2].partition(f" ({machine}): ")
         return [Finding(name="GPUs", found=present, state="missing", why=why, mend=mend)]
+    if idle := gpus_left_idle(config, machine):
+        why, _, mend = idle.partition(": ")
+        return [Finding(name="GPUs", found=present, state="note", why=why, mend=mend)]
     wanted = {"none": "this preset runs on CPUs", "auto": "used where there are enough"}
     why = wanted.get(config.launch.gpus, f"{needed} are needed")
     return [Finding(name="GPUs", found=present, state="ok", why=why)]

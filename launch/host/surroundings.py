@@ -81,11 +81,14 @@ def pip(words: str) -> str:
     return f"{shown_python()} -m pip install{pins} {words}"
 
 
+SETUP = Path(__file__).resolve().parents[1] / "setup.sh"
+"""The set-up script, which is in a clone and not in a package."""
+
+
 def setup(words: str = "") -> str:
     """The command of the set-up script in a clone, otherwise of pip."""
-    script = Path(__file__).resolve().parents[1] / "setup.sh"
-    if script.exists():
-        shown = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
+    if SETUP.exists():
+        shown = SETUP.relative_to(Path.cwd()) if SETUP.is_relative_to(Path.cwd()) else SETUP
         return f"bash {shown}{' ' * bool(words)}{words}"
     return pip(f"'tandem-rl[reward,rollout,learner,redis-server{',vllm' * ('vllm' in words)}]'")
 
@@ -287,17 +290,39 @@ def cuda(config: Config, machine: Machine) -> list[Finding]:
             builds += f", torch sees {answer['gpus']}"
     if problem is None:
         return [Finding(name="CUDA", found=builds, state="ok")]
-    python_ = shown_python()
     return [
         Finding(
             name="CUDA",
             found=builds,
             state="note" if config.launch.gpus == "none" else "missing",
             why=problem,
-            mend=f"{python_} -m pip install uv && {python_} -m uv pip install --torch-backend auto "
-            f"--reinstall-package torch torch, or a newer driver",
+            mend=made_for_gpus() if built is None else f"{other_torch()}, or a newer driver",
         )
     ]
+
+
+def check_torch() -> None:
+    """Raises ``ConfigError`` if the installed torch can't use a GPU, of which processes here would be given some."""
+    if importlib.util.find_spec("torch") is None or cuda_of_torch() is not None:
+        return
+    raise ConfigError(
+        f"processes here would get GPUs, and torch {version('torch')} is built for CPUs alone, as a set-up installs it "
+        f"where it finds no GPU: `{made_for_gpus()}` makes the environment for GPUs, or set launch.gpus=none"
+    )
+
+
+def made_for_gpus() -> str:
+    """The command that makes an environment for CPUs one for GPUs."""
+    return setup("--gpu") if SETUP.exists() else other_torch()
+
+
+def other_torch() -> str:
+    """The command that installs the build of torch that fits this host's driver."""
+    python_ = shown_python()
+    return (
+        f"{python_} -m pip install uv && {python_} -m uv pip install --torch-backend auto "
+        f"--reinstall-package torch torch"
+    )
 
 
 def _ask_torch() -> dict[str, Any] | None:

@@ -98,25 +98,49 @@ def place(config: Config, machine: Machine) -> Placement:
     Raises:
         ConfigError: ``launch.gpus=required``, and the machine has fewer than are needed.
     """
-    ranks, workers = config.ranks_per_host, workers_of(config)
-    each, needed = config.rollout.gpus_per_worker, gpus_needed(config)
-    have = len(machine.gpus)
-    on_cpu = Placement(learner=((),) * ranks, rollout=((),) * workers)
+    needed = gpus_needed(config)
+    on_cpu = Placement(learner=((),) * config.ranks_per_host, rollout=((),) * workers_of(config))
     if config.launch.gpus == "none":
         return on_cpu
-    if have < needed:
+    if len(machine.gpus) < needed:
         if config.launch.gpus == "auto":
             return on_cpu
-        named = "learner.ranks" if config.learner.hosts == 1 else "learner.ranks / learner.hosts"
-        shared = " on the same GPUs" if config.launch.share_gpu else ""
         raise ConfigError(
-            f"{config.run.dir}: this preset needs {needed} GPU{'s' * (needed > 1)} "
-            f"({named}={ranks} + rollout.workers={workers} x "
-            f"rollout.gpus_per_worker={each}{shared}) and this machine has {have or 'none'} "
-            f"({machine}): run it where there {'are' if needed > 1 else 'is'} {needed}, lower "
-            f"those settings, or try the whole system on CPUs with `tandem start miniature`"
+            f"{config.run.dir}: {_too_few(config, machine)}: run it where there "
+            f"{'are' if needed > 1 else 'is'} {needed}, lower those settings, or try the whole system on CPUs with "
+            f"`tandem start miniature`"
         )
     return placed(config, [gpu.told for gpu in machine.gpus])
+
+
+def gpus_left_idle(config: Config, machine: Machine) -> str | None:
+    """Why a run with ``launch.gpus=auto`` is on CPUs although the machine has GPUs, and the way out; None if it isn't."""
+    have = len(machine.gpus)
+    if config.launch.gpus != "auto" or not 0 < have < gpus_needed(config):
+        return None
+    engines = workers_of(config) * config.rollout.gpus_per_worker
+    could_share = not config.launch.share_gpu and max(config.ranks_per_host, engines) <= have
+    share = (
+        "set launch.share_gpu=true, by which engines get the learner's GPUs, "
+        if could_share
+        else ""
+    )
+    return (
+        f"{_too_few(config, machine)}, so that it runs on CPUs: {share}lower those settings, or set "
+        f"launch.gpus=required, which refuses to start without enough GPUs"
+    )
+
+
+def _too_few(config: Config, machine: Machine) -> str:
+    """What is needed and what is there."""
+    needed, have = gpus_needed(config), len(machine.gpus)
+    named = "learner.ranks" if config.learner.hosts == 1 else "learner.ranks / learner.hosts"
+    shared = " on the same GPUs" if config.launch.share_gpu else ""
+    return (
+        f"this preset needs {needed} GPU{'s' * (needed > 1)} ({named}={config.ranks_per_host} + rollout.workers="
+        f"{workers_of(config)} x rollout.gpus_per_worker={config.rollout.gpus_per_worker}{shared}) and this machine "
+        f"has {have or 'none'} ({machine})"
+    )
 
 
 def placed(config: Config, gpus: Sequence[GpuName]) -> Placement:

@@ -24,6 +24,7 @@ from ...common.waiting import Wait
 from ...replay.hosts import Failure, Host, HostLink, HostState, Meeting, new_member
 from ...replay.ledger import Ledger
 from ..board.terminal import Terminal
+from ..host.surroundings import check_torch
 from ..plan.hardware import GpuName, machine
 from ..wording import shown
 from .processes import roles
@@ -227,6 +228,8 @@ def _joined(
     joining: Joining, terminal: Terminal, info: JoinInfo, store: Store, config: Config
 ) -> int:
     gpus = gpus_of(config, joining.role, joining.workers)
+    if any(gpus):
+        check_torch()
     member = new_member(joining.name)
     folder = joining.logs(member)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -191,10 +191,8 @@ def main(arguments: Sequence[str]) -> int:
     # What the user's module prints isn't the answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # Appended at the end, so that nothing there hides an installed module.
-    sys.path.append(os.getcwd())
     try:
-        function = load(path, key=key, process="Tandem, or start Tandem in that folder")
+        function = load(path, key=key)
         if not callable(function):
             raise ConfigError(f"{key}={path} isn't a function: {function!r:.200}")
         answer: dict[str, Any] = {"factors": table(f"{key}={path}", function, first, total)}

@@ -239,7 +239,7 @@ def imported(path: str) -> Any:
     """
     check_name(path)
     named = f"learner.objective.name={path!r}"
-    found = load(path, key="learner.objective.name", process="the learner")
+    found = load(path, key="learner.objective.name")
     if isinstance(found, type):
         if issubclass(found, Objective):
             return found

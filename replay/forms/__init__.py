@@ -6,8 +6,6 @@ columns of its first row; where several forms have the same columns, the config 
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,13 +246,7 @@ def named_form(name: str) -> Form:
 
 
 def _imported(name: str) -> Callable[[Mapping[str, Any]], Any]:
-    # Appended at the end, so that nothing there hides an installed module.
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)
-    function: Any = import_path.load(
-        name, key="form", process="Tandem, or start Tandem in that folder"
-    )
+    function: Any = import_path.load(name, key="form")
     if not callable(function):
         raise ConfigError(f"form={name} isn't a function: {function!r:.200}")
     import_path.check_call(function, f"form={name}", "a row", {})

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal
 
@@ -36,15 +34,7 @@ def load(path: str) -> Function:
     Raises:
         ConfigError: there is no such function, or its module can't be imported; says why.
     """
-    # Appended at the end, so that nothing there hides an installed module.
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)
-    function: Any = import_path.load(
-        path,
-        key="reward.components.name",
-        process="Tandem, or start Tandem in that folder",
-    )
+    function: Any = import_path.load(path, key="reward.components.name")
     if not callable(function):
         raise ConfigError(f"reward component {path} isn't a function: {function!r:.200}")
     return function

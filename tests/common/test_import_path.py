@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from tandem.common.errors import ConfigError
-from tandem.common.import_path import is_import_path, load, split_path
+from tandem.common.import_path import has_module, is_import_path, load, split_path
 
 
 @pytest.mark.parametrize(
@@ -28,8 +29,8 @@ def test_anything_else_is_none(text: str):
 
 
 def test_what_a_path_names_is_imported():
-    assert load("pathlib:Path.cwd", key="k", process="p") == Path.cwd
-    assert load("os.path.join", key="k", process="p")("a", "b") == "a/b"
+    assert load("pathlib:Path.cwd", key="k") == Path.cwd
+    assert load("os.path.join", key="k")("a", "b") == "a/b"
 
 
 @pytest.mark.parametrize(
@@ -40,12 +41,36 @@ def test_what_a_path_names_is_imported():
     ],
 )
 def test_a_path_that_leads_nowhere_is_told_with_its_setting_and_the_way_out(path: str, why: str):
-    with pytest.raises(ConfigError, match=rf"rollout.engine={path} .*{why}.*PYTHONPATH of worker"):
-        load(path, key="rollout.engine", process="worker")
+    with pytest.raises(
+        ConfigError, match=rf"rollout.engine={path} .*{why}.*PYTHONPATH, or start Tandem in"
+    ):
+        load(path, key="rollout.engine")
 
 
 def test_a_module_that_raises_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "raising_module.py").write_text("raise RuntimeError('of its own')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="RuntimeError: of its own"):
-        load("raising_module:f", key="k", process="p")
+        load("raising_module:f", key="k")
+
+
+def test_a_module_may_be_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_me.py").write_text("number = 3")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert not has_module("beside_me:number")
+    monkeypatch.chdir(tmp_path)
+    assert has_module("beside_me:number")
+    assert "beside_me" not in sys.modules
+    assert load("beside_me:number", key="k") == 3
+
+
+def test_what_is_installed_is_not_hidden_by_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "colorsys.py").write_text("")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert load("colorsys:rgb_to_hsv", key="k")(0, 0, 0) == (0.0, 0.0, 0)

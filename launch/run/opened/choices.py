@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ....common.config import Config
 from ....common.errors import ConfigError
-from ....common.import_path import is_import_path
+from ....common.import_path import WAY_OUT, has_module, is_import_path
 from ....learner.loop import own_schedule
 from ....learner.loop.schedule import CRITIC_KEY, warmup_of
 from ....reward.components.scoring import Scorer
@@ -27,13 +27,9 @@ def check_named(config: Config) -> None:
     Scorer(config.reward)
     if config.replay.redis_url is not None:
         existing_redis.joining(config.replay, "", None)
-    for key, path, process in _own(config):
-        module = path.partition(":")[0].partition(".")[0]
-        if importlib.util.find_spec(module) is None:
-            raise ConfigError(
-                f"{key}={path!r}: there is no module {module!r} where {process} would look for it: "
-                f"install it, or put its folder on PYTHONPATH"
-            )
+    for key, path in _own(config):
+        if not has_module(path):
+            raise ConfigError(f"{key}={path!r}: there is no such module. {WAY_OUT}")
     _check_functions(config)
     if config.run.callbacks:
         _check_callbacks(config.run.callbacks, config.run.callback_memory_mb)
@@ -83,14 +79,14 @@ def _check_schedule(key: str, path: str, first: int, total: int | None) -> None:
         own_schedule.factors(path, first, total, key)
 
 
-def _own(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yields key, import path and the importing process for each function of the user's own."""
+def _own(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields key and import path of the user's own objective and engine."""
     name = config.learner.objective.name
     if is_import_path(name):
-        yield "learner.objective.name", name, "learner-0"
+        yield "learner.objective.name", name
     if (
         is_import_path(config.rollout.engine)
         and config.rollout.workers
         and config.learner.source == "ledger"
     ):
-        yield "rollout.engine", config.rollout.engine, "rollout-0"
+        yield "rollout.engine", config.rollout.engine

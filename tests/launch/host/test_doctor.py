@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.common.errors import ConfigError
 from tandem.launch.cli import main
-from tandem.launch.host import redis_server, requirements, surroundings
+from tandem.launch.host import preflight, redis_server, requirements, surroundings
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.run.opened.presets import load
 
@@ -53,6 +54,18 @@ def test_a_machine_that_can_run_the_miniature(capsys: pytest.CaptureFixture[str]
         *("/dev/shm", "open files", "host name", "disk", "memory", "compiler", "sandbox"),
     }
     assert finding(found, "redis-server")["state"] == "ok"
+
+
+@pytest.mark.usefixtures("few")
+def test_a_gpu_that_is_too_few_for_an_automatic_choice_is_a_note_with_the_way_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: GPU.gpus)
+    _, found = doctor(capsys, "miniature", "launch.gpus=auto")
+    gpus = finding(found, "GPUs")
+    assert gpus["state"] == "note"
+    assert "needs 2 GPUs" in gpus["why"]
+    assert gpus["mend"].startswith("set launch.share_gpu=true")
 
 
 FOUR = """
@@ -284,9 +297,25 @@ def test_torch_and_driver_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     old = look("13.0", "12.4")
     assert (old.state, old.why) == ("missing", "the driver is too old for this build of torch")
     assert "--torch-backend auto" in old.mend
-    assert look(None, "13.0").why == "this build of torch can't use a GPU"
+    cpu = look(None, "13.0")
+    assert cpu.why == "this build of torch can't use a GPU"
+    assert cpu.mend.endswith("launch/setup.sh --gpu")
     answer["bf16"] = False
     assert "bfloat16" in look("13.0", "13.0").why
+
+
+def test_gpus_are_refused_where_torch_is_built_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["launch.gpus=required", "launch.share_gpu=true", "rollout.engine=torch"]
+    config = load("miniature").resolve(words)
+    monkeypatch.setattr(surroundings, "cuda_of_torch", lambda: None)
+    with pytest.raises(
+        ConfigError, match=r"built for CPUs alone.*setup\.sh --gpu.*launch.gpus=none"
+    ):
+        preflight.check_host(config, GPU)
+    on_cpus = load("miniature").resolve(["launch.gpus=none"])
+    assert preflight.check_host(on_cpus, GPU)[0].gpus == 0
+    monkeypatch.setattr(surroundings, "cuda_of_torch", lambda: "13.0")
+    assert preflight.check_host(config, GPU)[0].gpus == 1
 
 
 def test_the_cuda_that_torch_is_built_for_is_read_without_importing_it() -> None:

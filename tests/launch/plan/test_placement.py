@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -124,6 +125,26 @@ def test_too_few_gpus_are_refused_or_left_alone_as_the_preset_says() -> None:
     assert placement.place(preset.resolve(["launch.gpus=auto"]), one).learner == ((),) * 6
     all_eight = Machine(gpus=EIGHT, cores=8, memory_mb=1)
     assert placement.place(load("miniature").resolve([]), all_eight).learner == ((),)
+
+
+def test_gpus_that_are_too_few_for_an_automatic_choice_are_told_with_the_way_out() -> None:
+    one = Machine(gpus=EIGHT[:1], cores=8, memory_mb=1)
+    config = load("miniature").resolve(["launch.gpus=auto"])
+    told = placement.gpus_left_idle(config, one)
+    assert told is not None
+    assert re.search(
+        r"needs 2 GPUs .* this machine has 1 .* runs on CPUs: set launch.share_gpu=true", told
+    )
+    # There is nothing to share where the ranks alone are too many.
+    told = placement.gpus_left_idle(
+        load("miniature").resolve(["launch.gpus=auto", "learner.ranks=2"]), one
+    )
+    assert told is not None
+    assert "share_gpu" not in told
+    for words in (["launch.gpus=none"], ["launch.gpus=auto", "launch.share_gpu=true"]):
+        assert placement.gpus_left_idle(load("miniature").resolve(words), one) is None
+    none = Machine(gpus=(), cores=8, memory_mb=1)
+    assert placement.gpus_left_idle(config, none) is None
 
 
 CPUS = placement.Placement(learner=((),), rollout=((),))

@@ -13,7 +13,7 @@ import pytest
 
 from tandem.launch.cli import main
 from tandem.launch.plan import memory, planning, text
-from tandem.launch.plan.hardware import machine
+from tandem.launch.plan.hardware import Gpu, machine
 from tandem.launch.plan.node import KINDS
 from tandem.launch.plan.placement import place
 from tandem.launch.plan.sizes import TABLE
@@ -56,6 +56,20 @@ def test_a_preset_of_eight_gpus_is_planned_where_there_is_none(
     assert "needs 8 GPUs" in out
     assert "this machine has none" in out
     assert "none.parquet is missing" in out
+
+
+@pytest.mark.parametrize(
+    "words", [["--dry-run"], ["--plain", "learner.checkpoints_kept=999999999"]]
+)
+def test_a_run_that_leaves_a_gpu_idle_says_so_before_it_starts(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start is refused for want of disk, which is looked at after that."""
+    one = (Gpu(index=0, name="H100", memory_mb=81559),)
+    monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: one)
+    _, out, _ = tandem(capsys, "start", "miniature", "launch.gpus=auto", *words)
+    assert "warning: this preset needs 2 GPUs" in out
+    assert "so that it runs on CPUs: set launch.share_gpu=true" in out
 
 
 def test_a_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str], here: Path) -> None:

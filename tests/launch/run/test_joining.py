@@ -13,6 +13,8 @@ import pytest
 from tandem.common.config import to_yaml
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
+from tandem.launch.host import surroundings
+from tandem.launch.plan.hardware import Gpu
 from tandem.launch.run.opened.presets import load
 from tandem.replay.connection import Store, connect
 from tandem.replay.store import RunStore
@@ -88,6 +90,18 @@ def test_a_run_that_binds_all_addresses_can_not_be_joined(
     put(run, "launch.bind=0.0.0.0")
     assert cli.main(["join", "join.json", "--role", role, "--dry-run"]) == 2
     assert "launch.bind set to one private address of the head" in capsys.readouterr().err
+
+
+def test_a_host_with_gpus_and_a_torch_for_cpus_is_refused(
+    run: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(run, "launch.gpus=auto")
+    one = (Gpu(index=0, name="H100", memory_mb=81559),)
+    monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: one)
+    monkeypatch.setattr(surroundings, "cuda_of_torch", lambda: None)
+    assert cli.main(["join", "join.json", "--role", "rollout"]) == 2
+    assert "built for CPUs alone" in capsys.readouterr().err
+    assert not Path("hosts").exists()
 
 
 def test_a_redis_that_goes_away_before_it_holds_the_run_may_be_tried_again(

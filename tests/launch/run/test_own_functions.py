@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -30,9 +29,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "leaves.py").write_text("import os; os._exit(0)\n")
     monkeypatch.chdir(tmp_path)
-    # Both this process and those that it starts find an objective's module there.
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     return tmp_path
 
 
@@ -61,7 +57,7 @@ def test_a_function_that_can_not_be_called_is_refused_before_the_start(
 
 
 def test_functions_that_are_there_are_accepted() -> None:
-    words = ["learner.objective.name=mine:loss", reward("mine:paid")]
+    words = ["learner.objective.name=mine:loss", "rollout.engine=mine:make", reward("mine:paid")]
     choices.check_named(load("miniature-easy").resolve(words))
 
 

@@ -19,6 +19,7 @@ from tandem.common.config import to_yaml
 from tandem.common.errors import ConfigError, DataError, HeldError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.cli import main
+from tandem.launch.host import surroundings
 from tandem.launch.host.folder_lock import supervisor_of
 from tandem.launch.ingest.prepare import prepare
 from tandem.launch.run.opened.opening import open_folder
@@ -164,7 +165,9 @@ def test_runs_side_by_side_have_gpus_of_their_own_and_wait_for_them(
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     # The third GPU is another's.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00,GPU-11")
-    # They fail once they have their GPUs, since no disk has room for so many checkpoints.
+    # torch itself may be built for CPUs here. The runs fail once they have their GPUs, since no disk has room for so
+    # many checkpoints.
+    monkeypatch.setattr(surroundings, "cuda_of_torch", lambda: "13.0")
     words = ("launch.gpus=required", "evaluate.every=0", "learner.checkpoints_kept=1000000000")
     command = ("sweep", "miniature-sft", *words, "run.steps=1,2,3", "--seeds", "1", "--jobs", "3")
     assert main(command) == 1
