@@ -33,6 +33,9 @@ schedule, staleness, rewards and use of traces, and replaces model, data and siz
 `one+another` lays the second preset over the first wherever a preset is named; in a file, `base` may be a list. Sections
 are merged key by key, lists are replaced, and what the last named objective, optimizer or engine doesn't read is left
 out.
+
+The column "GPUs" has the least memory that is enough; *shared* means that engine and learner use the same GPU. A dash means that the
+settings are Tandem's own; where such a preset departs from a paper, its file says how.
 """
 
 
