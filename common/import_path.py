@@ -50,7 +50,7 @@ def split_path(path: str) -> tuple[str, str]:
     return module, name
 
 
-WAY_OUT = "Install its module, put its folder on PYTHONPATH, or start Tandem in that folder"
+WAY_OUT = "Install it, put its folder on PYTHONPATH, or start Tandem in that folder"
 
 
 def load(path: str, *, key: str) -> Any:
@@ -63,15 +63,17 @@ def load(path: str, *, key: str) -> Any:
     Raises:
         ConfigError: the path is malformed, the module can't be imported, or it has no such name.
     """
-    split_path(path)
+    top = split_path(path)[0].partition(".")[0]
     try:
         # Appended at the end, so that nothing there hides an installed module.
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)
         return resolve(path)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything
+        lacking = isinstance(error, ModuleNotFoundError) and error.name == top
+        way_out = f". {WAY_OUT}" if lacking else ""
         raise ConfigError(
-            f"{key}={path} can't be imported: {type(error).__name__}: {error}. {WAY_OUT}"
+            f"{key}={path} can't be imported: {type(error).__name__}: {error}{way_out}"
         ) from None
 
 
@@ -80,6 +82,12 @@ def has_module(path: str) -> bool:
     top = split_path(path)[0].partition(".")[0]
     here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
     return here is not None or importlib.util.find_spec(top) is not None
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is there; a plain folder of its name in the working folder, such as W&B's, isn't one."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def check_call(function: Any, named: str, words: str, *arguments: Any) -> None:

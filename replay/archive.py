@@ -341,10 +341,12 @@ def join(
     Raises:
         DataError: a file isn't an archive, or the folder isn't empty.
     """
-    if to.exists() and any(to.iterdir()):
-        raise DataError(f"{to} isn't empty: name another folder")
-    staging = to.with_name(f".{to.name}.part")
+    # Whoever stands in a folder that is there stays in it, and its disk is the one that was named.
+    stays = to.exists()
+    staging = to / ".part" if stays else to.with_name(f".{to.name}.part")
     shutil.rmtree(staging, ignore_errors=True)
+    if stays and any(to.iterdir()):
+        raise DataError(f"{to} isn't empty: name another folder")
     staging.mkdir(parents=True)
     groups = number = 0
     writer, path = None, to
@@ -367,8 +369,7 @@ def join(
             writer = None
     if writer is not None:
         writer.close()
-    if to.exists():
-        # Whoever stands in the folder stays in it.
+    if stays:
         for made in sorted(staging.iterdir()):
             made.replace(to / made.name)
         staging.rmdir()

@@ -24,7 +24,7 @@ class WeightsConfig(Section):
     all workers that are ready, so that the learner sends a version once; for many nodes."""
     snapshot_folder: str | None = None
     """Folder of weight snapshots, on a file system that learner and workers share. Each run has a folder of its
-    own in it, named by the run's id. None = ``weights`` in the run's folder. The newest two are kept."""
+    own in it, named by the run's id. None = ``weights`` in the run's folder. The newest two are kept, and those that workers are reading."""
     snapshot_every: NonNegative = 0
     """Steps from one snapshot to the next; 0 = only if a worker can't be served in any other way."""
     every: Positive = 1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError, DataError
 from ...common.run_folder import JoinInfo, RunFolder, existing, read_join
+from ..plan.hardware import oldest_capability
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -151,7 +152,7 @@ def model_settings(model: str) -> dict[str, Any]:
 def in_own_dtype(config: Config, models: Sequence[str]) -> Config:
     """The config with the dtype of the models' own ``config.json`` where no setting names one.
 
-    It is float32 where models differ or name none, and on a CPU that is slow in theirs.
+    It is float32 where models differ or name none, and on a CPU or GPU that is slow in theirs.
     """
     if "dtype" in config.model.model_fields_set or config.rollout.dtype is not None:
         return config
@@ -164,9 +165,12 @@ def in_own_dtype(config: Config, models: Sequence[str]) -> Config:
 
         from ...common.models import has_fast_bfloat16
 
-        fast = dtype == "bfloat16" and has_fast_bfloat16()
-        if not torch.cuda.is_available() and not fast:
-            dtype = "float32"
+        if torch.cuda.is_available():
+            # GPUs before Ampere have no instructions for it, and vLLM refuses it there.
+            fast = dtype == "float16" or (oldest_capability() or 8.0) >= 8.0
+        else:
+            fast = dtype == "bfloat16" and has_fast_bfloat16()
+        dtype = dtype if fast else "float32"
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 

@@ -89,8 +89,10 @@ def _differing(before: Plan, now: Plan) -> str:
                     f"another {key} ({new.name}: {getattr(old, key)!r}, not {getattr(new, key)!r})"
                 )
     for key in sorted(before.settings.keys() | now.settings.keys()):
-        if before.settings.get(key) != now.settings.get(key):
-            return f"another {key} ({before.settings.get(key)!r:.80}, not {now.settings.get(key)!r:.80})"
+        old, new = before.settings.get(key), now.settings.get(key)
+        if old != new:
+            named = f"; model.dtype={old} names it" if key == "dtype" else ""
+            return f"another {key} ({old!r:.80}, not {new!r:.80}{named})"
     return "other settings"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.disk import free_bytes
 from ...common.errors import ConfigError, DataError
 from ...common.hub import TOKENIZER_FILES, has_tokenizer
+from ...common.import_path import is_installed
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
 from ..plan.placement import Placement, place, samples_here, trackers_of, workers_of
@@ -190,7 +190,7 @@ def check_dtype(config: Config, placement: Placement) -> None:
 def check_trackers(config: Config) -> None:
     """Raises ``ConfigError`` if a tracker is switched on whose package isn't installed."""
     for name in trackers_of(config):
-        if importlib.util.find_spec(name) is None:
+        if not is_installed(name):
             setting = f"log.wandb={config.log.wandb}" if name == "wandb" else f"log.{name}=true"
             raise ConfigError(
                 f"{setting} needs the package {name}, which isn't installed: "
@@ -212,7 +212,7 @@ def eight_bit(config: Config) -> list[str]:
 def check_optimizers(config: Config) -> None:
     """Raises ``ConfigError`` if an optimizer's package isn't installed."""
     for key in eight_bit(config):
-        if importlib.util.find_spec("bitsandbytes") is None:
+        if not is_installed("bitsandbytes"):
             raise ConfigError(
                 f"{key}.name=adamw_8bit needs the package bitsandbytes, which isn't installed: "
                 f"`{shown_python()} -m pip install bitsandbytes` (the extra tandem-rl[bitsandbytes]), or set "
@@ -280,7 +280,7 @@ def check_kernels(config: Config, placement: Placement) -> None:
             raise ConfigError(
                 "model.kernels=liger needs a GPU, and the learner gets none here: set model.kernels=auto"
             )
-        if importlib.util.find_spec("liger_kernel") is None:
+        if not is_installed("liger_kernel"):
             raise ConfigError(
                 f"model.kernels=liger needs the package liger-kernel, which isn't installed: "
                 f"`{shown_python()} -m pip install liger-kernel` (the extra tandem-rl[liger]), or set model.kernels=auto"
@@ -293,7 +293,7 @@ def check_kernels(config: Config, placement: Placement) -> None:
             f"model.attention={attention} needs a GPU, and the learner gets none here: set "
             f"model.attention=auto"
         )
-    if attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+    if attention == "flash_attention_2" and not is_installed("flash_attn"):
         raise ConfigError(
             f"model.attention={attention} needs the package flash-attn, which isn't installed: "
             f"`{shown_python()} -m pip install --no-build-isolation flash-attn` (it builds for about an "

@@ -5,7 +5,6 @@ Starts and writes nothing, and imports no torch: versions are read from the pack
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...common.disk import free_bytes
 from ...common.errors import TandemError
+from ...common.import_path import is_installed
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
 from ..plan.placement import gpus_left_idle, gpus_needed, place, trackers_of
@@ -157,7 +157,7 @@ def _packages(config: Config, machine: Machine) -> list[Finding]:
     ]
     findings = []
     for name, module, why, needed, mend in wanted:
-        there = importlib.util.find_spec(module) is not None
+        there = is_installed(module)
         # The CPU build of vLLM is a package with another name.
         present = version(name) or version(f"{name}-cpu") or ("there" if there else "not installed")
         state = "ok" if there else "missing" if needed else "note"

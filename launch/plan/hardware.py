@@ -85,6 +85,19 @@ def gpus(deadline: float = 20.0) -> tuple[Gpu, ...]:
     return visible(listed, mask)
 
 
+def oldest_capability(deadline: float = 20.0) -> float | None:
+    """The least compute capability of this machine's GPUs, such as 7.5; None without any, and where nvidia-smi doesn't tell."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = ("--query-gpu=compute_cap", "--format=csv,noheader")
+    try:
+        listed = _answer(program, *query, deadline=deadline)
+        return min(map(float, listed.split()), default=None)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
 def _answer(program: str, *options: str, deadline: float) -> str:
     return subprocess.run(
         [program, *options], capture_output=True, text=True, timeout=deadline, check=True

@@ -26,6 +26,8 @@ log = logging.getLogger("tandem.learner")
 
 LOOK_SECONDS = 0.25
 """Time between two checks for results."""
+ASK_SECONDS = 2.0
+"""Time between two checks whether Redis still has every request."""
 ABANDONED_SECONDS = 60.0
 """Time without a live rollout worker after which nobody is expected to evaluate."""
 DEADLINE_SECONDS = 3600.0
@@ -58,7 +60,7 @@ class Evaluations:
         self._recorded: set[str] = set()
         # What isn't recorded, by id: its request, or None where a predecessor has asked.
         self._open: dict[str, EvaluationRequest | None] = {}
-        self._looked = 0.0
+        self._looked = self._asked = 0.0
         self._wanted: set[int] = set()
 
     def begin(self, term: int, recorded: Iterable[str]) -> None:
@@ -131,11 +133,17 @@ class Evaluations:
         return list(self._open)
 
     def arrived(self) -> list[EvaluationResult]:
-        """Results that are there and not recorded, each once; checks at most every 0.25 s."""
+        """Results that are there and not recorded, each once; checks at most every 0.25 s.
+
+        Requests that Redis has lost are made again.
+        """
         now = time.monotonic()
         if not self._open or now - self._looked < LOOK_SECONDS:
             return []
         self._looked = now
+        if now - self._asked >= ASK_SECONDS:
+            self._asked = now
+            self._ask_again()
         results = self._runs.evaluation_results(self.open())
         self._recorded |= results.keys()
         for name, reason in self._runs.given_up_evaluations().items():
@@ -175,7 +183,6 @@ class Evaluations:
                 return False
             if now - looked >= 2.0:
                 looked = now
-                self._ask_again()
                 # If nobody at all was heard of, Redis is out of reach or its disk is full.
                 if self._members.live("rollout") or not self._members.live():
                     seen = now

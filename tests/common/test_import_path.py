@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.common.errors import ConfigError
-from tandem.common.import_path import has_module, is_import_path, load, split_path
+from tandem.common.import_path import has_module, is_import_path, is_installed, load, split_path
 
 
 @pytest.mark.parametrize(
@@ -36,21 +36,21 @@ def test_what_a_path_names_is_imported():
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("no_such_module:f", "No module named 'no_such_module'"),
-        ("json:no_such_name", "has no attribute 'no_such_name'"),
+        ("no_such_module:f", "No module named 'no_such_module'.*PYTHONPATH, or start Tandem in"),
+        ("no_such.module:f", "No module named 'no_such'.*PYTHONPATH, or start Tandem in"),
+        # What is there isn't found elsewhere.
+        ("json:no_such_name", "has no attribute 'no_such_name'$"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_told_with_its_setting_and_the_way_out(path: str, why: str):
-    with pytest.raises(
-        ConfigError, match=rf"rollout.engine={path} .*{why}.*PYTHONPATH, or start Tandem in"
-    ):
+    with pytest.raises(ConfigError, match=rf"rollout.engine={path} .*{why}"):
         load(path, key="rollout.engine")
 
 
 def test_a_module_that_raises_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "raising_module.py").write_text("raise RuntimeError('of its own')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="RuntimeError: of its own"):
+    with pytest.raises(ConfigError, match=r"RuntimeError: of its own$"):
         load("raising_module:f", key="k")
 
 
@@ -74,3 +74,16 @@ def test_what_is_installed_is_not_hidden_by_the_working_folder(
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     monkeypatch.chdir(tmp_path)
     assert load("colorsys:rgb_to_hsv", key="k")(0, 0, 0) == (0.0, 0.0, 0)
+
+
+def test_a_plain_folder_beside_a_run_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").touch()
+    # As where W&B isn't installed, and its folder of offline runs is in the working folder.
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert not is_installed("wandb")
+    assert is_installed("mine")
+    assert not is_installed("nothing")

@@ -158,7 +158,7 @@ def test_a_wait_ends_with_the_results(make: Make, store: Store) -> None:
     assert sorted(got) == ["hard@2", "heldout@2"]
 
 
-def test_what_redis_has_lost_is_asked_for_again_in_a_wait(make: Make, store: Store) -> None:
+def test_what_redis_has_lost_is_asked_for_again(make: Make, store: Store) -> None:
     def worker() -> bool:
         request = claim(store, 2)
         if request is not None:

@@ -583,10 +583,13 @@ def test_an_engine_whose_device_has_failed_says_that_it_is_broken(
         running = asyncio.create_task(collect(engine, asks("0-0", count=8, new=200)))
         while engine.stats().decode_steps < 2:
             await asyncio.sleep(0)
+        await engine.pause()
         setattr(engine._decoder, work, fail)
         if work == "logits":
             with pytest.raises(torch.AcceleratorError):
                 await engine.score([prompt(5)])
+        else:
+            await engine.resume()
         assert "device-side assert" in ((await running)["0-0"].error or "")
         with pytest.raises(TandemError, match="device-side assert"):
             await collect(engine, asks("0-1"))
@@ -605,12 +608,14 @@ def test_memory_that_runs_out_while_a_load_recomputes_ends_the_samples_and_leave
         running = asyncio.create_task(collect(engine, asks("0-0", count=8, new=200)))
         while engine.stats().decode_steps < 2:
             await asyncio.sleep(0)
+        await engine.pause()
         prefill, engine._decoder.prefill = engine._decoder.prefill, fail
         await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V2)
         assert (engine.version, engine.broken) == (V2, "")
         assert "2.00 GiB" in str(engine.exhausted)
         assert "out of memory" in ((await running)["0-0"].error or "")
         engine._decoder.prefill = prefill
+        await engine.resume()
         return (await collect(engine, asks("0-1")))["0-1"]
 
     expected = generate(keyed_engine(tiny.model(seed=1)), asks("0-1"))["0-1"]

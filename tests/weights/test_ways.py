@@ -213,8 +213,10 @@ class TestSnapshots:
         assert (in_the_way / "weights" / run.join.run_id / "LATEST").read_text() == "1.0"
 
     def test_slow_workers_that_read_them_keep_them_and_hold_no_buffers(
-        self, run: Any, tmp_path: Path
+        self, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        # The slow ones say nothing while another starts.
+        monkeypatch.setattr(transfers, "SILENT_SECONDS", 60.0)
         options = ways(run, transport="snapshot", snapshot_folder=str(tmp_path))
         publisher = run.publisher()
         with contextlib.ExitStack() as stack:

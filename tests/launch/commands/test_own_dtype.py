@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -54,12 +55,24 @@ def test_on_a_cpu_a_model_is_loaded_as_it_is_stored_where_that_is_fast(
     assert serve._of_model(model, [], None).engine_dtype == dtype
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
-def test_on_a_gpu_a_model_is_loaded_as_it_is_stored(
-    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("stored", "capability", "dtype"),
+    [
+        ("bfloat16", "8.0\\n9.0", "bfloat16"),
+        ("bfloat16", "9.0\\n7.5", "float32"),
+        ("bfloat16", "[N/A]", "bfloat16"),
+        ("float16", "7.5", "float16"),
+    ],
+)
+def test_on_a_gpu_a_model_is_loaded_as_it_is_stored_where_that_is_fast(
+    stored: str, capability: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert serve._of_model(folder(tmp_path, stored), [], None).engine_dtype == stored
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\nprintf "{capability}\\n"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert serve._of_model(folder(tmp_path, stored), [], None).engine_dtype == dtype
 
 
 def test_a_setting_or_a_preset_stands_above_the_models_own_dtype(

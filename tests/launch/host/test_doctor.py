@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -144,10 +145,10 @@ def test_a_missing_redis_server_comes_with_its_remedy(
 def test_a_package_is_missing_only_for_who_wants_it(
     setting: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = requirements.importlib.util.find_spec
+    real = importlib.util.find_spec
     hidden = {"vllm", "flash_attn", "liger_kernel", "bitsandbytes", "wandb", "tensorboard"}
     monkeypatch.setattr(
-        requirements.importlib.util,
+        importlib.util,
         "find_spec",
         lambda name, *more: None if name in hidden else real(name, *more),
     )
@@ -169,9 +170,9 @@ def test_a_package_is_missing_only_for_who_wants_it(
 def test_vllm_is_missing_only_where_something_here_samples_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = requirements.importlib.util.find_spec
+    real = importlib.util.find_spec
     monkeypatch.setattr(
-        requirements.importlib.util,
+        importlib.util,
         "find_spec",
         lambda name, *more: None if name == "vllm" else real(name, *more),
     )
@@ -195,9 +196,9 @@ def test_vllm_is_missing_only_where_something_here_samples_with_it(
 def test_a_vllm_of_another_version_is_told_with_the_command_that_mends_it(
     setting: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = requirements.importlib.util.find_spec
+    real = importlib.util.find_spec
     monkeypatch.setattr(
-        requirements.importlib.util,
+        importlib.util,
         "find_spec",
         lambda name, *more: real("json") if name == "vllm" else real(name, *more),
     )
