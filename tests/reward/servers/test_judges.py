@@ -227,6 +227,7 @@ def test_a_text_that_is_refused_costs_its_batch_nothing(server: JudgeProcess) ->
 WRONG = {
     "html": "isn't JSON",
     "no_score": "pattern finds no score in 'I would rather not say.'",
+    "unfinished": "its answer was cut .finish_reason 'length'.: raise params.max_tokens",
     "too_high": "the score 11 isn't from 0 to 10",
     "nan": "has no text",
     "wrong_json": "lacks what such a server sends",
