@@ -6,8 +6,8 @@ The first rule that applies decides:
 2. The verdict is ``crashed`` or ``gold_unparsable``: no reward (None) if a component that pays or
    gates needs the verdict; likewise if such a component itself crashed. The failure isn't the
    text's own, so it never earns a zero.
-3. The verdict is ``timeout`` or ``memory``, or a component that pays or gates ended that way:
-   ``timeout_pays``.
+3. The verdict is ``timeout`` or ``memory`` and a component that pays or gates needs it, or such a
+   component itself ended that way: ``timeout_pays``.
 4. A gate isn't above ``gate_above``: 0.
 5. The weighted sum of the components that have a value; None if no component that pays has one.
 """
@@ -198,7 +198,7 @@ class Scorer:
             return None, False
         if failure is not None and failure.leaves_baseline:
             return None, False
-        if verdict in OWN_FAILURES or failure in OWN_FAILURES:
+        if (verdict in OWN_FAILURES and self.needs_verdict) or failure in OWN_FAILURES:
             return self._timeout_pays, False
         total, paying, paid, closed = 0.0, False, False, False
         for part in self.parts:

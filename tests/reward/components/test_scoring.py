@@ -310,6 +310,12 @@ def test_a_hang_pays_what_the_config_says(verdict: Verdict) -> None:
     assert scorer(ACCURACY, FORMAT, timeout_pays=-0.25).score(graded(verdict))[0] == -0.25
 
 
+@pytest.mark.parametrize("verdict", [Verdict.TIMEOUT, Verdict.MEMORY])
+def test_a_hang_pays_like_any_text_where_no_answer_is_asked_for(verdict: Verdict) -> None:
+    made = scorer(ComponentConfig(name="soft_overlong", params={"max_length": 2, "cache": 1}))
+    assert [made.score(graded(one, "long"))[0] for one in (Verdict.WRONG, verdict)] == [-1.0, -1.0]
+
+
 @pytest.mark.parametrize("verdict", list(Verdict))
 def test_own_reward_pays_every_sample_the_same(verdict: Verdict) -> None:
     reward, components = scorer(ACCURACY, GATE, own_reward=0.0).score(graded(verdict, "none"))
