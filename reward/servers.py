@@ -206,7 +206,9 @@ class Server:
         self._recent.forget()
         where = f"the {self.name} at {self.asking.address.url}"
         since = self._failing_since
-        if since is not None and now - since >= SILENT_SECONDS:
+        # Without a failure in the last minute or a question that is as old, it only wasn't asked.
+        waits = any(now - asked.arrived >= SILENT_SECONDS for asked in self._open.values())
+        if since is not None and now - since >= SILENT_SECONDS and (waits or len(self._recent)):
             return (
                 f"{where} has answered nothing for {now - since:.0f} s ({self._failed_since:,} "
                 f"questions failed, the last: {self._last}), and their samples leave the baseline: "

@@ -24,6 +24,7 @@ from tandem.launch.host.servers import check_servers
 from tandem.reward.components import judge as judge_component
 from tandem.reward.components.classifier import classifier as make_classifier
 from tandem.reward.exchange import ExchangeError
+from tandem.reward.graders import verdicts
 from tandem.reward.grading import Grade, GradeItem, Grader
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
@@ -305,6 +306,22 @@ def test_a_judge_that_has_been_silent_is_an_alarm_with_the_way_out(server: Judge
         assert "start it again, or stop the run" in late
         grader.grade_texts(items("do:score_1"))
         assert "has answered nothing" not in asked.trouble(time.monotonic() + 61)
+
+
+def test_a_judge_that_is_asked_nothing_is_no_alarm(
+    server: JudgeProcess, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Grader(config(judge(server.url))) as grader:
+        grader.grade_texts(items("last do:refuse"))
+        (asked,) = grader._servers.asked.values()
+        assert "has answered nothing" in asked.trouble(time.monotonic() + 61)
+        # A minute later.
+        monkeypatch.setattr(verdicts, "RECENT_SECONDS", 0.0)
+        assert asked.trouble(time.monotonic() + 121) == ""
+        asked.ask("do:refuse", lambda _: None)
+        assert asked.trouble(time.monotonic() + 30) == ""
+        assert "has answered nothing" in asked.trouble(time.monotonic() + 121)
+        make.until(lambda: grader.pump(0.05) or not asked.in_flight, "its answer")
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(tmp_path: Path, caplog: Any) -> None:
