@@ -260,10 +260,10 @@ class Server:
             if error.again and asked.attempts <= self.asking.retries:
                 self._counts["judge_retries"] += 1
                 asked.alone = asked.attempts == self.asking.retries
-                pause = min(LONGEST_PAUSE, max(_pause(asked.attempts), error.after))
                 # Not all at once: what failed together would come back together.
+                pause = _pause(asked.attempts) * random.uniform(0.75, 1.0)
+                due = now + max(pause, min(LONGEST_PAUSE, error.after))
                 self._number += 1
-                due = now + pause * random.uniform(0.75, 1.0)
                 heapq.heappush(self._later, (due, self._number, asked))
                 continue
             self._give_up(asked, error, now)
