@@ -270,7 +270,8 @@ class GraderProcesses:
             self._forget(slot)
             if request is not None:
                 self._again(request)
-        self._start_zygote()
+        # Whoever got an outcome may have asked more, which has started it.
+        self.start()
 
     # --- graders -----------------------------------------------------------------------------
 
