@@ -9,7 +9,8 @@ The first rule that applies decides:
 3. The verdict is ``timeout`` or ``memory`` and a component that pays or gates needs it, or such a
    component itself ended that way: ``timeout_pays``.
 4. A gate isn't above ``gate_above``: 0.
-5. The weighted sum of the components that have a value; None if no component that pays has one.
+5. The weighted sum of the components that have a value; None if no component that pays has one, or if
+   float32, in which rewards are trained on, can't hold the sum.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...common.config import ComponentConfig, RewardConfig
 from ...common.errors import ConfigError
@@ -30,6 +33,7 @@ from .registry import Elsewhere
 
 OWN_FAILURES = frozenset({Verdict.TIMEOUT, Verdict.MEMORY})
 """Verdicts for failures that are the text's own doing."""
+_LARGEST = float(np.finfo(np.float32).max)
 Found = Mapping[str, float | Sequence[float] | None]
 """Values of components that run outside the dispatcher, by name: one number, or ``[L]`` one for each token,
 of which the component's value is the sum."""
@@ -211,4 +215,6 @@ class Scorer:
                 paid = paid or bool(weight)
         if closed:
             return 0.0, False
-        return (total, True) if paid or not paying else (None, False)
+        if (paying and not paid) or not abs(total) <= _LARGEST:
+            return None, False
+        return total, True

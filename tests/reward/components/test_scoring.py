@@ -283,6 +283,13 @@ def test_the_reward_is_the_weighted_sum() -> None:
     assert components == {"accuracy": 1.0, "format": 1.0}
 
 
+def test_a_sum_that_is_not_finite_in_float32_is_no_reward() -> None:
+    large = scorer(ComponentConfig(name="my.rewards:one", weight=-10.0))
+    assert large.score(graded(Verdict.WRONG), {"my.rewards:one": 1e37})[0] == -1e38
+    for value in (1e308, 1e38, -1e308):
+        assert large.score(graded(Verdict.WRONG), {"my.rewards:one": value})[0] is None
+
+
 def test_a_closed_gate_pays_nothing_and_keeps_the_components() -> None:
     reward, components = scorer(ACCURACY, GATE).score(graded(Verdict.CORRECT, "no format"))
     assert reward == 0.0
