@@ -20,7 +20,7 @@ import pytest
 from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.errors import TandemError
 from tandem.common.records import FinishReason, Verdict
-from tandem.reward.graders import verdicts
+from tandem.reward.graders import grader_processes, verdicts
 from tandem.reward.graders.canary import CANARY, Known
 from tandem.reward.graders.grader_processes import GraderProcesses
 from tandem.reward.graders.requests import Outcome
@@ -352,6 +352,20 @@ def test_graders_that_cannot_start_are_told_of(make: Any) -> None:
     with Grader(RewardConfig(memory_mb=1, graders=1)) as grader:
         with pytest.raises(TandemError, match=r"reward\.memory_mb=1"):
             grader.canary()
+
+
+def test_graders_that_import_for_too_long_are_told_of(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grader_processes, "START_SECONDS", 0.1)
+    processes = GraderProcesses(1, deadline=3.0, memory_mb=600, functions=["json:dumps"])
+    told = r"still imported after 0\.1 s .*json:dumps.*do less"
+    try:
+        processes.start()
+        with pytest.raises(TandemError, match=told):
+            make.until(lambda: processes.poll(0.05), "the third end")
+    finally:
+        processes.close()
 
 
 def test_an_unknown_component_is_refused_before_anything_starts() -> None:
