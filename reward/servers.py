@@ -206,7 +206,9 @@ class Server:
         self._recent.forget()
         where = f"the {self.name} at {self.asking.address.url}"
         since = self._failing_since
-        if since is not None and now - since >= SILENT_SECONDS:
+        # Without a failure in the last minute or a question that is as old, it only wasn't asked.
+        waits = any(now - asked.arrived >= SILENT_SECONDS for asked in self._open.values())
+        if since is not None and now - since >= SILENT_SECONDS and (waits or len(self._recent)):
             return (
                 f"{where} has answered nothing for {now - since:.0f} s ({self._failed_since:,} "
                 f"questions failed, the last: {self._last}), and their samples leave the baseline: "
@@ -258,10 +260,10 @@ class Server:
             if error.again and asked.attempts <= self.asking.retries:
                 self._counts["judge_retries"] += 1
                 asked.alone = asked.attempts == self.asking.retries
-                pause = min(LONGEST_PAUSE, max(_pause(asked.attempts), error.after))
                 # Not all at once: what failed together would come back together.
+                pause = _pause(asked.attempts) * random.uniform(0.75, 1.0)
+                due = now + max(pause, min(LONGEST_PAUSE, error.after))
                 self._number += 1
-                due = now + pause * random.uniform(0.75, 1.0)
                 heapq.heappush(self._later, (due, self._number, asked))
                 continue
             self._give_up(asked, error, now)

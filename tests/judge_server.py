@@ -107,6 +107,12 @@ class Handler(BaseHTTPRequestHandler):
             self.raw(200, b"<html><body>Bad gateway</body></html>", "text/html")
         elif order == "no_score":
             self.reply(200, answer("I would rather not say."))
+        elif order == "unfinished":
+            choice = {
+                "message": {"content": "I would say Score: 3, but"},
+                "finish_reason": "length",
+            }
+            self.reply(200, {"choices": [choice]})
         elif order == "too_high":
             self.reply(200, answer("Score: 11"))
         elif order == "nan":

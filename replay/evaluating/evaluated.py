@@ -29,6 +29,8 @@ from ...common.run_folder import write_atomic
 
 PLAN, SUMMARY, TIMES = "plan.json", "summary.json", "times.json"
 SAMPLES, PARQUET, PARTS = "samples.jsonl", "samples.parquet", "part-*.jsonl"
+_FAILURES = (Verdict.TIMEOUT, Verdict.MEMORY, Verdict.CRASHED, Verdict.JUDGE_FAILED)
+"""Verdicts with which a component of the reward may have failed, whatever the answer is."""
 
 
 class EvaluatedSample(Record, frozen=True, kw_only=True):
@@ -90,8 +92,8 @@ class EvaluatedSample(Record, frozen=True, kw_only=True):
 
     @property
     def correctness(self) -> Verdict:
-        """The verdict that the accuracy is counted by; a judge that fails costs the reward, not the accuracy."""
-        return self.answer if self.verdict is Verdict.JUDGE_FAILED else self.verdict
+        """The verdict that the accuracy is counted by; a component that fails costs the reward, not the accuracy."""
+        return self.answer if self.verdict in _FAILURES else self.verdict
 
     @property
     def correct(self) -> bool:

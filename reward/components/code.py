@@ -185,10 +185,6 @@ def code(
         sandbox: ``auto`` takes namespaces, else bubblewrap, and refuses to start if neither
             works. Only the last choice, written out in full, runs programs without a sandbox.
     """
-    if pay not in ("fraction", "all"):
-        raise ValueError(f"pay={pay!r} is neither fraction nor all")
-    if sandbox not in Sandbox.__args__:  # type: ignore[attr-defined]
-        raise ValueError(f"sandbox={sandbox!r} isn't one of {', '.join(Sandbox.__args__)}")  # type: ignore[attr-defined]
     if not 0 < seconds <= total_seconds:
         raise ValueError(f"seconds={seconds} should be above 0, and at most total_seconds")
     if memory_mb < 64:

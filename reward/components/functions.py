@@ -46,7 +46,9 @@ from ...common.errors import ConfigError
 from ...common.records import PROMPT_MESSAGES
 from .registry import Graded
 
-RESERVED = frozenset({"completions", "prompts", "completion_ids"})
+RESERVED = frozenset(
+    {"completions", "prompts", "completion_ids", "verdict", "extracted", "finish_reason"}
+)
 """Columns that no column of a data set and no parameter may replace."""
 
 
@@ -91,14 +93,14 @@ def columns(samples: Sequence[Graded]) -> dict[str, Any]:
         "ground_truth": golds,
         "solution": golds,
         "data_source": [sample.data_source for sample in samples],
-        "verdict": [sample.verdict.value for sample in samples],
-        "extracted": [sample.extracted for sample in samples],
-        "finish_reason": [sample.finish_reason.value for sample in samples],
     }
     for name in dict.fromkeys(name for sample in samples for name in sample.extra):
         if name == PROMPT_MESSAGES:
             continue  # A function that gets conversations has them as its prompts.
         arguments[name] = [sample.extra.get(name) for sample in samples]
+    arguments["verdict"] = [sample.verdict.value for sample in samples]
+    arguments["extracted"] = [sample.extracted for sample in samples]
+    arguments["finish_reason"] = [sample.finish_reason.value for sample in samples]
     arguments["completions"] = [sample.text for sample in samples]
     arguments["prompts"] = [sample.prompt_text for sample in samples]
     arguments.pop("completion_ids", None)

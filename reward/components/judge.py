@@ -89,6 +89,9 @@ class Judge:
     def scores(self, answer: Any, count: int) -> list[float]:
         """The score in what the judge said, scaled to 0..1."""
         said = answer["choices"][0]["message"]["content"]
+        if answer["choices"][0].get("finish_reason") == "length":
+            # A score that its reasons name may stand last in what there is.
+            raise ValueError("its answer was cut (finish_reason 'length'): raise params.max_tokens")
         if not isinstance(said, str):
             raise ValueError(f"its message has no text (finish_reason {_ended(answer)})")
         score = self._in_field(said) if self.field is not None else self._by_pattern(said)

@@ -16,11 +16,6 @@ from .registry import Component, Graded, GroupComponent, register, register_vari
 Unit = Literal["tokens", "characters"]
 
 
-def _check_unit(unit: str, allowed: Sequence[str]) -> None:
-    if unit not in allowed:
-        raise ValueError(f"unit={unit!r} isn't one of {', '.join(allowed)}")
-
-
 @register("cosine_length", needs_verdict=True, origin="TRL")
 def cosine_length(
     max_length: int,
@@ -41,7 +36,6 @@ def cosine_length(
         unit: ``tokens`` or ``characters`` (open-r1).
         clamp: treat longer texts as if they had ``max_length``; open-r1 lets the cosine rise again.
     """
-    _check_unit(unit, ("tokens", "characters"))
     if max_length < 1:
         raise ValueError(f"max_length={max_length} should be at least 1")
 
@@ -72,7 +66,6 @@ def repetition(
         max_penalty: the largest penalty, at most 0.
         unit: ``tokens`` or ``words`` (in lower case, split at white space).
     """
-    _check_unit(unit, ("tokens", "words"))
     if max_penalty > 0:
         raise ValueError(f"max_penalty={max_penalty} should not be positive")
     if ngram < 1:
@@ -143,7 +136,6 @@ def length_kimi(unit: Unit = "tokens") -> GroupComponent:
     Args:
         unit: ``tokens``, or ``characters`` as open-r1 counts (``length_open_r1``).
     """
-    _check_unit(unit, ("tokens", "characters"))
 
     def values(group: Sequence[Graded]) -> list[float | None]:
         lengths = [s.length if unit == "tokens" else len(s.text) for s in group]

@@ -12,9 +12,12 @@ import difflib
 import functools
 import inspect
 import re
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import msgspec
 
 from ...common.errors import ConfigError
 from ...common.records import PROMPT_MESSAGES, Episode, FinishReason, Int32Array, Verdict
@@ -182,7 +185,28 @@ def component(name: str, params: Mapping[str, Any]) -> tuple[Kind, Any]:
             f"reward component {name}: unknown parameter {unknown[0]!r} "
             f"(it takes {', '.join(known) or 'none'})"
         )
+    if kind.place != "remote":  # Those say more of what they take, and at once.
+        _check_types(kind, params)
     try:
         return kind, kind.make(**params)
     except (TypeError, ValueError, re.error) as error:
         raise ConfigError(f"reward component {name}: {error}") from None
+
+
+def _check_types(kind: Kind, params: Mapping[str, Any]) -> None:
+    """Compares parameters with the annotations of their factory.
+
+    Raises:
+        ConfigError: one is of another type, which would otherwise be found out by the first sample.
+    """
+    make = kind.make.func if isinstance(kind.make, functools.partial) else kind.make
+    hints = typing.get_type_hints(make)
+    for name, value in params.items():
+        where, hint = f"reward component {kind.name}: params.{name}={value!r}", hints[name]
+        choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+        if choices and value not in choices:
+            raise ConfigError(f"{where} isn't one of {', '.join(choices)}")
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where} is of the wrong type: {error}") from None

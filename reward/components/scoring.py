@@ -6,10 +6,11 @@ The first rule that applies decides:
 2. The verdict is ``crashed`` or ``gold_unparsable``: no reward (None) if a component that pays or
    gates needs the verdict; likewise if such a component itself crashed. The failure isn't the
    text's own, so it never earns a zero.
-3. The verdict is ``timeout`` or ``memory``, or a component that pays or gates ended that way:
-   ``timeout_pays``.
+3. The verdict is ``timeout`` or ``memory`` and a component that pays or gates needs it, or such a
+   component itself ended that way: ``timeout_pays``.
 4. A gate isn't above ``gate_above``: 0.
-5. The weighted sum of the components that have a value; None if no component that pays has one.
+5. The weighted sum of the components that have a value; None if no component that pays has one, or if
+   float32, in which rewards are trained on, can't hold the sum.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...common.config import ComponentConfig, RewardConfig
 from ...common.errors import ConfigError
@@ -30,6 +33,7 @@ from .registry import Elsewhere
 
 OWN_FAILURES = frozenset({Verdict.TIMEOUT, Verdict.MEMORY})
 """Verdicts for failures that are the text's own doing."""
+_LARGEST = float(np.finfo(np.float32).max)
 Found = Mapping[str, float | Sequence[float] | None]
 """Values of components that run outside the dispatcher, by name: one number, or ``[L]`` one for each token,
 of which the component's value is the sum."""
@@ -198,7 +202,7 @@ class Scorer:
             return None, False
         if failure is not None and failure.leaves_baseline:
             return None, False
-        if verdict in OWN_FAILURES or failure in OWN_FAILURES:
+        if (verdict in OWN_FAILURES and self.needs_verdict) or failure in OWN_FAILURES:
             return self._timeout_pays, False
         total, paying, paid, closed = 0.0, False, False, False
         for part in self.parts:
@@ -211,4 +215,6 @@ class Scorer:
                 paid = paid or bool(weight)
         if closed:
             return 0.0, False
-        return (total, True) if paid or not paying else (None, False)
+        if (paying and not paid) or not abs(total) <= _LARGEST:
+            return None, False
+        return total, True

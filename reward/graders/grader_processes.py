@@ -270,7 +270,8 @@ class GraderProcesses:
             self._forget(slot)
             if request is not None:
                 self._again(request)
-        self._start_zygote()
+        # Whoever got an outcome may have asked more, which has started it.
+        self.start()
 
     # --- graders -----------------------------------------------------------------------------
 
@@ -415,6 +416,11 @@ class GraderProcesses:
                 self._replace(slot, "never ready")
         zygote = self._zygote
         if zygote is not None and not self._ready and now - zygote.started > START_SECONDS:
+            self._failure = (
+                f"since it still imported after {START_SECONDS:g} s "
+                f"({', '.join(['math-verify', *self._functions])}): let the modules of your functions "
+                f"do less when they are imported, or start fewer processes beside the pool"
+            )
             zygote.kill()
 
     def _judge(self, slot: Slot, request: Request, now: float) -> None:

@@ -189,7 +189,7 @@ def _check_values(values: Sequence[float | list[float] | None], columns: dict[st
         )
     for place, value in enumerate(values):
         numbers = value if isinstance(value, list) else [value or 0.0]
-        if not all(map(math.isfinite, numbers)):
+        if not all(map(math.isfinite, (*numbers, sum(numbers)))):
             raise _refused("function", "a value isn't finite")
         ids = columns.get("completion_ids")
         if isinstance(value, list) and (ids is None or len(value) != len(ids[place])):

@@ -191,6 +191,7 @@ def _numbers(
                     f"it returned {len(one)} rewards for the tokens of completion {place}, which {known}"
                 )
             numbers.append([_finite(token, place) for token in one])
+            _finite(sum(map(float, one)), place)
         else:
             numbers.append(_finite(one, place))
     return numbers

@@ -168,6 +168,16 @@ def test_it_gets_the_columns_that_it_names_and_its_params(plain: Grader) -> None
     assert values(plain, "from_columns", items("2", "3")) == [10 + 5 + 5, 5 + 5]
 
 
+@pytest.mark.parametrize("name", ["verdict", "extracted", "finish_reason"])
+def test_what_the_grader_says_is_replaced_by_no_column_and_no_parameter(name: str) -> None:
+    sample = Graded(text="2", verdict=Verdict.WRONG, extracted="3", extra={name: "of the data"})
+    said = {"verdict": ["wrong"], "extracted": ["3"], "finish_reason": ["stop"]}
+    assert columns([sample])[name] == said[name]
+    part = own("length", params={name: "of the config"})
+    with pytest.raises(ConfigError, match=f"params.{name} has the name of a column"):
+        Grader(RewardConfig(components=(part,)))
+
+
 def test_it_gets_token_ids_where_they_are_known(plain: Grader) -> None:
     assert values(plain, "tokens", items("a", "b")) == [7.0, 7.0]
 

@@ -244,6 +244,12 @@ def test_defaults_by_origin(name: str, text: str, paid: float) -> None:
         ("format", {"style": "tag"}, "isn't one of"),
         ("format", {"pattern": "("}, "format"),
         ("repetition", {"max_penalty": 1.0}, "should not be positive"),
+        ("repetition", {"unit": "lines"}, "params.unit='lines' isn't one of tokens, words"),
+        ("cosine_tutorial", {"min_correct": "0.5"}, "params.min_correct='0.5'.*`float`, got `str`"),
+        ("cosine_tutorial", {"clamp": "no"}, "params.clamp='no'.*`bool`, got `str`"),
+        ("dapo_overlong", {"factor": "1"}, "params.factor='1'.*`float`, got `str`"),
+        ("soft_overlong", {"cache": "1"}, "params.cache='1'.*`int`, got `str`"),
+        ("code", {"tests": 3}, "params.tests=3.*`str`, got `int`"),
         ("cosine_length", {}, "max_length"),
         ("format", {"pattern": "a", "style": "tags"}, "not both"),
     ],
@@ -277,6 +283,13 @@ def test_the_reward_is_the_weighted_sum() -> None:
     assert components == {"accuracy": 1.0, "format": 1.0}
 
 
+def test_a_sum_that_is_not_finite_in_float32_is_no_reward() -> None:
+    large = scorer(ComponentConfig(name="my.rewards:one", weight=-10.0))
+    assert large.score(graded(Verdict.WRONG), {"my.rewards:one": 1e37})[0] == -1e38
+    for value in (1e308, 1e38, -1e308):
+        assert large.score(graded(Verdict.WRONG), {"my.rewards:one": value})[0] is None
+
+
 def test_a_closed_gate_pays_nothing_and_keeps_the_components() -> None:
     reward, components = scorer(ACCURACY, GATE).score(graded(Verdict.CORRECT, "no format"))
     assert reward == 0.0
@@ -302,6 +315,12 @@ def test_a_failure_that_is_not_the_texts_own_has_no_reward(verdict: Verdict) -> 
 @pytest.mark.parametrize("verdict", [Verdict.TIMEOUT, Verdict.MEMORY])
 def test_a_hang_pays_what_the_config_says(verdict: Verdict) -> None:
     assert scorer(ACCURACY, FORMAT, timeout_pays=-0.25).score(graded(verdict))[0] == -0.25
+
+
+@pytest.mark.parametrize("verdict", [Verdict.TIMEOUT, Verdict.MEMORY])
+def test_a_hang_pays_like_any_text_where_no_answer_is_asked_for(verdict: Verdict) -> None:
+    made = scorer(ComponentConfig(name="soft_overlong", params={"max_length": 2, "cache": 1}))
+    assert [made.score(graded(one, "long"))[0] for one in (Verdict.WRONG, verdict)] == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize("verdict", list(Verdict))

@@ -20,8 +20,10 @@ import pytest
 from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.errors import TandemError
 from tandem.common.records import FinishReason, Verdict
-from tandem.reward.graders import verdicts
+from tandem.reward.graders import grader_processes, verdicts
 from tandem.reward.graders.canary import CANARY, Known
+from tandem.reward.graders.grader_processes import GraderProcesses
+from tandem.reward.graders.requests import Outcome
 from tandem.reward.grading import GradeItem, Grader
 
 
@@ -204,6 +206,38 @@ def test_a_zygote_that_is_killed_takes_its_graders_along_and_is_replaced(
     assert own.zygote_pid() != zygote
 
 
+def test_a_zygote_that_dies_twice_of_one_request_is_replaced_by_one(make: Any) -> None:
+    others = set(psutil.Process().children())
+    processes = GraderProcesses(1, deadline=30.0, memory_mb=600)
+    done: list[Any] = []
+    killed: list[Any] = []
+
+    def ask_once_more(outcome: Outcome) -> None:
+        done.append(outcome)
+        processes.submit("compare", ["2(j+1)", "2j+2"], done.append)
+
+    def until(condition: Any, what: str) -> None:
+        make.until(lambda: processes.poll(0.05) or condition(), what)
+
+    def busy() -> bool:
+        return bool(processes.pids()) and any(s.request for s in processes._slots.values())
+
+    processes.submit("compare", [make.hang, "8x+1"], ask_once_more)
+    try:
+        for _ in range(2):
+            until(busy, "the request at a grader")
+            killed.append(processes.zygote_pid)
+            os.kill(killed[-1], signal.SIGKILL)
+            until(lambda: processes.zygote_pid not in killed, "another zygote")
+        assert [child.pid for child in set(psutil.Process().children()) - others] == [
+            processes.zygote_pid
+        ]
+        until(lambda: len(done) == 2, "the second request's outcome")
+        assert [outcome.verdict for outcome in done] == [Verdict.CRASHED, Verdict.CORRECT]
+    finally:
+        processes.close()
+
+
 def test_a_zygote_whose_pool_died_while_it_started_ends_quietly() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     zygote = subprocess.Popen(
@@ -318,6 +352,20 @@ def test_graders_that_cannot_start_are_told_of(make: Any) -> None:
     with Grader(RewardConfig(memory_mb=1, graders=1)) as grader:
         with pytest.raises(TandemError, match=r"reward\.memory_mb=1"):
             grader.canary()
+
+
+def test_graders_that_import_for_too_long_are_told_of(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grader_processes, "START_SECONDS", 0.1)
+    processes = GraderProcesses(1, deadline=3.0, memory_mb=600, functions=["json:dumps"])
+    told = r"still imported after 0\.1 s .*json:dumps.*do less"
+    try:
+        processes.start()
+        with pytest.raises(TandemError, match=told):
+            make.until(lambda: processes.poll(0.05), "the third end")
+    finally:
+        processes.close()
 
 
 def test_an_unknown_component_is_refused_before_anything_starts() -> None:

@@ -56,6 +56,7 @@ def test_whatever_else_a_grader_says_is_refused(message: Any):
 
 
 FUNCTION = [0, {"completions": ["a", "b"]}, "auto", [[{"role": "user", "content": "q"}]] * 2]
+TOKENS = [0, {"completions": ["a"], "completion_ids": [[5, 6]]}, "text", []]
 CODE = ["x = 1", [["assert", "x"]] * 3, 1.0, 5.0, 256, False]
 
 
@@ -81,6 +82,7 @@ def test_results_are_of_the_kind_that_was_asked_for(kind: str, payload: list[Any
         ("function", FUNCTION, [1.5, "2"]),
         ("function", FUNCTION, [1.5, float("nan")]),
         ("function", FUNCTION, [1.5, True]),
+        ("function", TOKENS, [[1e308, 1e308]]),
         ("code", CODE, [4, 3, 0]),
         ("code", CODE, [2, 2, 0]),
         ("code", CODE, "all"),

@@ -24,6 +24,7 @@ from tandem.launch.host.servers import check_servers
 from tandem.reward.components import judge as judge_component
 from tandem.reward.components.classifier import classifier as make_classifier
 from tandem.reward.exchange import ExchangeError
+from tandem.reward.graders import verdicts
 from tandem.reward.grading import Grade, GradeItem, Grader
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
@@ -227,6 +228,7 @@ def test_a_text_that_is_refused_costs_its_batch_nothing(server: JudgeProcess) ->
 WRONG = {
     "html": "isn't JSON",
     "no_score": "pattern finds no score in 'I would rather not say.'",
+    "unfinished": "its answer was cut .finish_reason 'length'.: raise params.max_tokens",
     "too_high": "the score 11 isn't from 0 to 10",
     "nan": "has no text",
     "wrong_json": "lacks what such a server sends",
@@ -259,14 +261,21 @@ def test_a_useless_answer_costs_its_sample_and_no_other(
     assert re.search(WRONG[order], caplog.text), caplog.text
 
 
-def test_what_may_pass_is_tried_again(server: JudgeProcess) -> None:
+def test_what_may_pass_is_tried_again(
+    server: JudgeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.uniform", lambda low, _: low)
     part = judge(server.url, retries=2)
     with Grader(config(part)) as grader:
-        start = time.monotonic()
         assert values(grader.grade_texts(items("do:flaky_3", "do:busy"))) == [0.9, 0.6]
-        # The server had asked for a second (of which a quarter may be left out).
-        assert time.monotonic() - start >= 0.75
         assert grader.stats()["judge_retries"] == 3
+    first, second = (
+        asked["time"]
+        for asked in server.requests("chat")
+        if asked["body"]["messages"][-1]["content"] == "do:busy"
+    )
+    # The server had asked for a second.
+    assert second - first >= 1.0
 
 
 def test_what_cannot_pass_is_not(server: JudgeProcess) -> None:
@@ -304,6 +313,22 @@ def test_a_judge_that_has_been_silent_is_an_alarm_with_the_way_out(server: Judge
         assert "start it again, or stop the run" in late
         grader.grade_texts(items("do:score_1"))
         assert "has answered nothing" not in asked.trouble(time.monotonic() + 61)
+
+
+def test_a_judge_that_is_asked_nothing_is_no_alarm(
+    server: JudgeProcess, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Grader(config(judge(server.url))) as grader:
+        grader.grade_texts(items("last do:refuse"))
+        (asked,) = grader._servers.asked.values()
+        assert "has answered nothing" in asked.trouble(time.monotonic() + 61)
+        # A minute later.
+        monkeypatch.setattr(verdicts, "RECENT_SECONDS", 0.0)
+        assert asked.trouble(time.monotonic() + 121) == ""
+        asked.ask("do:refuse", lambda _: None)
+        assert asked.trouble(time.monotonic() + 30) == ""
+        assert "has answered nothing" in asked.trouble(time.monotonic() + 121)
+        make.until(lambda: grader.pump(0.05) or not asked.in_flight, "its answer")
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(tmp_path: Path, caplog: Any) -> None:

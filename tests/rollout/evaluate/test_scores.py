@@ -169,9 +169,10 @@ def test_figures_by_hand() -> None:
     assert found["reward"] == pytest.approx(3 / 8)
 
 
-def test_a_judge_that_fails_leaves_the_answer_as_it_was_graded() -> None:
+@pytest.mark.parametrize("failure", ["judge_failed", "timeout", "memory", "crashed"])
+def test_a_component_that_fails_leaves_the_answer_as_it_was_graded(failure: str) -> None:
     answers = Verdict.CORRECT, Verdict.WRONG, Verdict.CRASHED
-    failed = {"verdict": Verdict.JUDGE_FAILED, "reward": None}
+    failed = {"verdict": Verdict(failure), "reward": None}
     groups = [[sample(p, 0, answer=one, **failed)] for p, one in enumerate(answers)]
     found = scores.figures(groups)
     assert found["accuracy"] == pytest.approx(1 / 3)
