@@ -278,6 +278,8 @@ _HEDGES = re.compile(
     re.IGNORECASE,
 )
 _VALUE_IN_WORDS = re.compile(r"(?<![\^A-Za-z{\d])\d")
+_SMALL_LETTER = re.compile(r"\(?([a-j])\)?")
+"""An option's letter as some write it, unless the gold answer is a small letter itself."""
 _LONE_LETTER = re.compile(r"(?<![A-Za-z\\])([A-J])(?![A-Za-z])")
 
 
@@ -318,6 +320,9 @@ def _letter(answer: Answer, gold: Gold) -> bool | None:
     letter = option_letter(answer.text)
     if letter is not None:
         return letter == gold.letter
+    small = _SMALL_LETTER.fullmatch(answer.normalised)
+    if small is not None and small[1].upper() == gold.letter:
+        return True
     return False if answer.number is not None and not answer.normalised[-1:].isalpha() else None
 
 

@@ -9,6 +9,7 @@ Corrections on top of math-verify 0.9 (each has a test):
 - it takes all equations without real solutions for equal: they must be proportional here; so must
   undefined values;
 - it takes all numbers under 1e-15 for equal: a relative tolerance must hold too;
+- it takes a capital for the small letter, so that R is r: names keep their case here;
 - it takes ``i`` for an ordinary symbol: the comparison is repeated with the imaginary unit;
 - it drops degrees in trigonometric functions: they are rewritten to radians first;
 - an inequality, or several, may answer an interval;
@@ -22,10 +23,12 @@ import json
 import logging
 import math
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+import math_verify.parser
 import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import (
@@ -61,6 +64,11 @@ from .tolerances import DECIMAL, FLOAT_EQUAL, FLOAT_ROUNDED, PERCENT, close
 # It warns that its own timeouts are off, and of each formula that it can't read.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+
+# It has no setting for the case of names, and takes its converter from its own module.
+math_verify.parser.latex2sympy = partial(
+    latex2sympy, conversion_config=ConversionConfig(lowercase_symbols=False)
+)
 
 CORRECT = "correct"
 WRONG = "wrong"
