@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -13,7 +14,7 @@ from tandem.common.errors import ConfigError
 from tandem.common.records import Verdict
 from tandem.reward.answers import comparison, guard, spelling, symbolic
 from tandem.reward.answers.numbers import read_number, same_number
-from tandem.reward.grading import Grade
+from tandem.reward.grading import Grade, Grader
 from tandem.reward.reading import modes
 
 BOXED = modes.mode("boxed")
@@ -272,6 +273,32 @@ def test_symbolic_answers_are_compared_by_value(
     grade: Grading, answer: str, gold: str, correct: bool
 ) -> None:
     assert (grade(answer, gold).verdict is Verdict.CORRECT) is correct
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        ("40\\text{ cm}", Verdict.WRONG),
+        ("40\\text{ m}", Verdict.CORRECT),
+        ("1+x", Verdict.CORRECT),
+        ("2(x+1)-1-x", Verdict.CORRECT),
+        ("2\\text{ hours }30\\text{ minutes}", Verdict.WRONG),
+    ],
+)
+def test_what_is_refused_of_a_list_of_golds_is_not_asked_again(
+    grade: Grading, answer: str, verdict: Verdict
+) -> None:
+    # The second one can only be compared in a grader process, which takes centimetres for metres.
+    assert (
+        grade(answer, json.dumps(["40\\text{ m}", "|x+1|^2/(x+1)", "2", "x+1"])).verdict is verdict
+    )
+
+
+def test_a_gold_answer_that_can_not_be_read_leaves_the_verdict_on_the_others(
+    grader: Grader,
+) -> None:
+    golds = json.dumps(["3", "..."])
+    assert grader.unreadable_golds([golds]) == set()
 
 
 def test_an_answer_that_is_missing_tells_of_an_unreadable_gold_answer(grade: Grading) -> None:
