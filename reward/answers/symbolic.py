@@ -19,6 +19,7 @@ Corrections on top of math-verify 0.9 (each has a test):
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -304,7 +305,7 @@ def _equal_after_all(answer: str, gold: str, golds: list[Any], answers: list[Any
         if _FACTORIAL.search(answer) or _FACTORIAL.search(gold):
             return bool(simplify(combsimp(a.doit() - b.doit())) == 0)
         roots = any(p.exp.is_Rational and not p.exp.is_Integer for p in (a + b).atoms(sympy.Pow))
-        if roots and simplify(_rebuilt(a) - _rebuilt(b)) == 0:
+        if roots and (simplify(_rebuilt(a) - _rebuilt(b)) == 0 or _equal_where_real(a, b)):
             return True
         if _LOGARITHM.search(answer) or _LOGARITHM.search(gold):
             return bool(simplify(expand_log(a - b, force=True)) == 0)
@@ -317,6 +318,25 @@ def _equal_after_all(answer: str, gold: str, golds: list[Any], answers: list[Any
     except _MEND_FAILS:
         return False
     return False
+
+
+def _equal_where_real(a: Any, b: Any) -> bool:
+    """Whether two formulas are equal for positive names, and wherever else both are real: the root of x^3 is
+    x times the root of x, but the root of x^2 isn't x."""
+    names = sorted(a.free_symbols | b.free_symbols, key=str)
+    if not names or len(names) > 4 or a.has(Float) or b.has(Float):
+        return False
+    positive = {name: Dummy(name.name, positive=True) for name in names}
+    if simplify(_rebuilt(a).xreplace(positive) - _rebuilt(b).xreplace(positive)) != 0:
+        return False
+    near = [sympy.Rational(2 + place, 3) for place in range(len(names))]
+    every_sign = itertools.product((1, -1), repeat=len(names))
+    for signs, values, scale in itertools.product(every_sign, (near, near[::-1]), (1, 100)):
+        point = {n: s * v * scale for n, s, v in zip(names, signs, values, strict=True)}
+        x, y = a.subs(point).evalf(30), b.subs(point).evalf(30)
+        if x.is_real and y.is_real and abs(x - y) > FLOAT_EQUAL * max(abs(x), abs(y)):
+            return False
+    return True
 
 
 _DECIMAL = re.compile(r"\d*\.\d+")
