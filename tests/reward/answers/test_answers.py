@@ -464,3 +464,44 @@ def test_articles_dots_and_powers_of_ten_in_other_spellings(
     answer: str, gold: str, right: bool
 ) -> None:
     assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("\\bigg(1,2\\bigg)", "(1,2)", True),
+        ("\\Biggl(\\frac12,x\\Biggr)", "(\\frac{1}{2},x)", True),
+        ("\\operatorname{arctan}(x)", "\\arctan(x)", True),
+        ("\\mathrm{sin}(x)", "\\sin(x)", True),
+        ("\\text{arctan}(x)", "\\arctan x", True),
+        ("\\operatorname{sin}(x)", "\\cos(x)", False),
+        ("5\\text{ tan}", "5\\tan(x)", False),
+    ],
+)
+def test_brackets_of_any_size_and_functions_in_upright_letters(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
+
+
+SYSTEMS = [
+    "\\begin{cases}x=1\\\\y=2\\end{cases}",
+    "\\begin{cases} x = 1, \\\\ y = 2. \\end{cases}",
+    "\\begin{aligned}x&=1\\\\y&=2\\end{aligned}",
+    "\\left\\{\\begin{array}{l}x=1\\\\y=2\\end{array}\\right.",
+]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_solution_may_be_written_in_rows(system: str) -> None:
+    assert decided(system, "x=1, y=2") == "correct"
+    assert decided("y=2, x=1", system) == "correct"
+    assert decided(system, "x=2, y=1") == "wrong"
+    assert decided("(2,1)", system) == "wrong"
+
+
+def test_rows_that_are_no_solution_stay_a_system() -> None:
+    pieces = "\\begin{cases}x & x>0\\\\-x & x<0\\end{cases}"
+    twice = "\\begin{cases}x=1\\\\x=2\\end{cases}"
+    assert spelling.plain(pieces) == pieces
+    assert spelling.plain(twice) == twice
