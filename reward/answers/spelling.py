@@ -96,7 +96,7 @@ _BARE_FRACTION = re.compile(rf"\\frac\s*{_ARGUMENT}\s*{_ARGUMENT}")
 _SQRT = re.compile(r"(?<![A-Za-z\\])sqrt\s*(?:\(([^()]*)\)|(?=\{))")
 _STARS = re.compile(r"(?<=[\w)}])\*\*(?=[\w({+-])")
 _ORDINAL = re.compile(
-    r"(?<=\d)\s*(?:\^?\s*\{?\s*\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?"
+    r"(?<=\d)\s*(?:(?:\^\s*)?(?:\{\s*)?\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?"
     r"|\^\s*\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)(?=$|[\s.}]))"
 )
 _COLOUR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
