@@ -227,6 +227,9 @@ def _falsely_equal(golds: list[Any], answers: list[Any]) -> bool:
     a, b = ours[0], theirs[0]
     if isinstance(a, Eq) and isinstance(b, Eq):
         return _different_equations(a, b)
+    if isinstance(a, sympy.Symbol) and isinstance(b, sympy.Symbol):
+        # It compares single names in small letters, once more.
+        return bool(a.name != b.name and a.name.lower() == b.name.lower())
     if a.has(*_UNDEFINED) or b.has(*_UNDEFINED):
         # 12/0 and 1/0 aren't the same answer.
         return answers[-1] != golds[-1]

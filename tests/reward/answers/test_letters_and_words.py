@@ -29,6 +29,9 @@ def _is_right(answer: str, gold: str) -> bool:
         ("(c)", "C", True),
         ("C", "c", False),
         ("r", "R", False),
+        ("f_n", "F_n", False),
+        ("x_{1}", "x_1", True),
+        ("\\Delta", "\\delta", False),
     ],
 )
 def test_a_capital_is_another_letter_than_the_small_one(
