@@ -27,8 +27,7 @@ from ..common.config import RewardConfig
 from ..common.errors import DeadlineError
 from ..common.records import FinishReason, Group, Verdict
 from ..common.waiting import Wait
-from .answers.comparison import decide
-from .answers.texts import read_gold
+from .answers.comparison import decide, question
 from .components.registry import Graded
 from .components.scoring import OWN_FAILURES, Found, Scorer
 from .graders import canary
@@ -278,7 +277,7 @@ class Grader:
                 if decided is not None:
                     verdicts[index] = decided.verdict
                 else:
-                    self._verdicts.ask(answer or "", read_gold(gold).text, into(index))
+                    self._ask(answer, gold, into(index))
             self._wait(lambda: len(verdicts) == len(pairs), f"{len(pairs)} {what}")
             return [verdicts[index] for index in range(len(pairs))]
 
@@ -404,7 +403,17 @@ class Grader:
             self._counts[f"by_{decided.how}"] += 1
             found(decided.verdict, 0.0, False)
             return
-        self._verdicts.ask(answer or "", read_gold(item.gold).text, found)
+        self._ask(answer, item.gold, found)
+
+    def _ask(
+        self, answer: str | None, gold: str, found: Callable[[Verdict, float, bool], None]
+    ) -> None:
+        open_ = question(answer, gold, self.mode)
+        self._verdicts.ask(
+            answer or "",
+            open_.gold,
+            lambda verdict, *cost: found(open_.settle(verdict), *cost),
+        )
 
     def _value(self, batch: _Batch) -> None:
         """Once all verdicts are there, runs functions, code and components, then computes the rewards."""

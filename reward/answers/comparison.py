@@ -10,6 +10,7 @@ evaluated as code.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,6 +94,36 @@ def _decide_any(answer: str | None, golds: tuple[str, ...], by: Mode) -> Decisio
     return next(
         (d for d in decisions if d is not None and d.verdict is Verdict.WRONG), decisions[0]
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a grader process is asked where :func:`decide` can't tell."""
+
+    gold: str
+    """The gold answer to compare with; of a JSON list, those that weren't refused here."""
+    refused: Verdict | None
+    """The best verdict of the list's others."""
+
+    def settle(self, found: Verdict) -> Verdict:
+        """The verdict on all of the list, from what the process found."""
+        if self.refused is None or found not in _BEST_FIRST:
+            return found
+        return min(found, self.refused, key=_BEST_FIRST.index)
+
+
+_BEST_FIRST = (Verdict.CORRECT, Verdict.WRONG, Verdict.UNPARSABLE, Verdict.GOLD_UNPARSABLE)
+
+
+def question(answer: str | None, gold_text: str, by: Mode) -> Question:
+    """What to ask a grader process about an answer on which :func:`decide` gives None."""
+    gold = read_gold(gold_text)
+    if not gold.any_of:
+        return Question(gold.text, None)
+    decisions = [(one, decide(answer, one, by)) for one in gold.any_of]
+    texts = [read_gold(one).text for one, decision in decisions if decision is None]
+    refused = [decision.verdict for _, decision in decisions if decision is not None]
+    return Question(json.dumps(texts), min(refused, key=_BEST_FIRST.index, default=None))
 
 
 def _decide_choice(answer: str | None, gold: Gold) -> Decision:
@@ -278,6 +309,8 @@ _HEDGES = re.compile(
     re.IGNORECASE,
 )
 _VALUE_IN_WORDS = re.compile(r"(?<![\^A-Za-z{\d])\d")
+_SMALL_LETTER = re.compile(r"\(?([a-j])\)?")
+"""An option's letter as some write it, unless the gold answer is a small letter itself."""
 _LONE_LETTER = re.compile(r"(?<![A-Za-z\\])([A-J])(?![A-Za-z])")
 
 
@@ -318,6 +351,9 @@ def _letter(answer: Answer, gold: Gold) -> bool | None:
     letter = option_letter(answer.text)
     if letter is not None:
         return letter == gold.letter
+    small = _SMALL_LETTER.fullmatch(answer.normalised)
+    if small is not None and small[1].upper() == gold.letter:
+        return True
     return False if answer.number is not None and not answer.normalised[-1:].isalpha() else None
 
 

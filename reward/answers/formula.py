@@ -3,16 +3,17 @@ r"""A small grammar of LaTeX formulas, and their values: arithmetic without symp
 Numbers, letters, ``+ - * / ^``, ``\frac``, ``\sqrt``, ``\pi``, a few functions and brackets are parsed
 into a tree and evaluated at a point: modulo a prime as long as there is no root or constant, which
 is exact (two different rational functions of this size agree at a point with a chance below 2^-50:
-Schwartz and Zippel), else in complex numbers at two points, or at some more if there are roots over
-names. What is ambiguous or outside the grammar has no tree. Nothing here evaluates text as code.
+Schwartz and Zippel), else in complex numbers at two points. Roots, logarithms and fractional powers of names are
+compared at more points, of all signs, wherever both sides are real. What is ambiguous or outside the grammar has no tree. Nothing here evaluates text as code.
 """
 
 from __future__ import annotations
 
 import cmath
+import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,6 +29,10 @@ MAX_DEPTH = 24
 MAX_EXPONENT = 64
 FAR = (8, -8, 100, -100)
 """Further points for roots over names, as multiples of the first one: near 0 alone, the root of (x-3)^2 is 3-x."""
+NEAR = 1 / 32
+"""The same for what holds only far from 0: the root of y(y-1)^2 is (y-1) times that of y from 1 on."""
+MAX_SIGNED = 4
+"""With more names, not every combination of their signs is tried."""
 PRIME = (1 << 61) - 1
 
 _TOKEN = re.compile(
@@ -242,7 +247,7 @@ class _NotExact(Exception):
 
 
 class _NotReal(Exception):
-    """A root over names isn't real at the point, where the formula may not be meant to hold."""
+    """A root, a logarithm or a power of names isn't real at the point, where the formula may not be meant to hold."""
 
 
 def _modular(tree: Tree) -> int:
@@ -273,11 +278,11 @@ def _modular(tree: Tree) -> int:
     return left * pow(right, -1, PRIME) % PRIME
 
 
-def floating(tree: Tree, scale: int) -> complex:
-    """The value in complex numbers at the point of that scale, 1, -1 or one of :data:`FAR`.
+def floating(tree: Tree, point: Mapping[str, float]) -> complex:
+    """The value in complex numbers where the names have these values.
 
     Raises:
-        _NotReal: at one of :data:`FAR`, where a root over names isn't real.
+        _NotReal: a root, a logarithm or a power of something with names isn't real there.
     """
     kind = tree[0]
     if kind == "n":
@@ -285,23 +290,25 @@ def floating(tree: Tree, scale: int) -> complex:
     if kind == "c":
         return complex(tree[1])
     if kind == "v":
-        # Points differ and have both signs: there the root of a square isn't always its base.
-        return complex(scale * (0.3 + math.fmod(ord(tree[1]) * 0.618033988749895, 1.0) * 2.0))
+        return complex(point[tree[1]])
     if kind == "f":
-        return _FUNCTIONS[tree[1]](floating(tree[2], scale))
-    left = floating(tree[1], scale)
+        argument = floating(tree[2], point)
+        if tree[1] == "\\ln" and _is_lost(argument, tree):
+            raise _NotReal
+        return _FUNCTIONS[tree[1]](argument)
+    left = floating(tree[1], point)
     if kind == "^":
         if tree[2] <= 0 and not left:
             raise Unknown
         return left ** tree[2]
     if kind == "root":
-        if tree[2] % 2 and not left.imag and left.real < 0 and not _has_names(tree):
-            # The cube root of -8 is -2; with names, a root is compared with a power as sympy takes it.
+        if tree[2] % 2 and not left.imag and left.real < 0:
+            # The cube root of -8 is -2.
             return complex(-(abs(left) ** (1 / tree[2])))
-        if scale in FAR and (left.imag or left.real < 0) and _has_names(tree):
+        if _is_lost(left, tree):
             raise _NotReal
         return left ** (1 / tree[2]) if left else left
-    right = floating(tree[2], scale)
+    right = floating(tree[2], point)
     if kind == "+":
         return left + right
     if kind == "-":
@@ -311,21 +318,55 @@ def floating(tree: Tree, scale: int) -> complex:
     if kind == "**":
         if not left:
             raise Unknown
+        if _is_lost(left, tree):
+            raise _NotReal
         return left**right
     if not right:
         raise Unknown
     return left / right
 
 
+def _is_lost(value: complex, tree: Tree) -> bool:
+    """Whether a root, a logarithm or a power of this value isn't real, and that depends on names."""
+    return bool(value.imag or value.real < 0) and _has_names(tree)
+
+
 def _has_names(tree: Tree) -> bool:
     return tree[0] == "v" or any(_has_names(part) for part in tree[1:] if isinstance(part, tuple))
 
 
-def _roots_names(tree: Tree) -> bool:
-    """Whether a root is taken of something with names."""
-    if tree[0] == "root" and _has_names(tree):
-        return True
-    return any(_roots_names(part) for part in tree[1:] if isinstance(part, tuple))
+def _may_be_lost(tree: Tree) -> bool:
+    """Whether a root, a logarithm or a power is taken of something with names."""
+    if tree[0] in ("root", "**") or tree[:2] == ("f", "\\ln"):
+        return _has_names(tree)
+    return any(_may_be_lost(part) for part in tree[1:] if isinstance(part, tuple))
+
+
+def _points(names: frozenset[str], several: bool) -> Iterator[tuple[dict[str, float], bool]]:
+    """Points to compare at, and whether they are far from 0; ``several`` asks for more than two.
+
+    Points differ and have both signs: there the root of a square isn't always its base.
+    """
+    order = sorted(names)
+    first = [0.3 + math.fmod(ord(name) * 0.618033988749895, 1.0) * 2.0 for name in order]
+    if not several:
+        signs = [(1.0,) * len(order), (-1.0,) * len(order)][: 2 if order else 1]
+        for each in signs:
+            yield dict(zip(order, map(float.__mul__, first, each), strict=True)), False
+        return
+    count = len(order)
+    if count <= MAX_SIGNED:
+        patterns = list(itertools.product((1.0, -1.0), repeat=count))
+    else:
+        patterns = [(1.0,) * count, (-1.0,) * count]
+        patterns += [tuple(-1.0 if i == j else 1.0 for j in range(count)) for i in range(count)]
+    # Of two names, each is the greater one at some point.
+    mirrored = [2.6 - value for value in first]
+    for values in (first, mirrored, [NEAR * value for value in first]):
+        for each in patterns:
+            yield dict(zip(order, map(float.__mul__, values, each), strict=True)), False
+    for scale in FAR:
+        yield {name: scale * value for name, value in zip(order, first, strict=True)}, True
 
 
 # --- equality ---------------------------------------------------------------------------------
@@ -344,27 +385,27 @@ def same_value(a: Formula, b: Formula) -> bool | None:
         except _NotExact:
             equal = False
         certain = not (decimal or a.transcendental or b.transcendental)
-        scales: tuple[int, ...] = (1, -1) if a.names else (1,)
-        if certain and (_roots_names(a.tree) or _roots_names(b.tree)):
-            scales += FAR
-        for scale in scales:
+        several = bool(a.names) and (_may_be_lost(a.tree) or _may_be_lost(b.tree))
+        met = False
+        for point, far in _points(a.names, several):
             try:
-                p, q = floating(a.tree, scale), floating(b.tree, scale)
+                p, q = floating(a.tree, point), floating(b.tree, point)
             except _NotReal:
                 continue
             if not (cmath.isfinite(p) and cmath.isfinite(q)):
                 return None
+            met = met or not far
             most = max(abs(p), abs(q), 1e-300)
             distance = abs(p - q) / most
             if distance > FLOAT_APART:
                 # Both are tiny, or rounded: math-verify has its own conventions for them. Far from 0 two terms may
                 # cancel each other to the last digit.
-                vague = most < FLOAT_TINY or (decimal and distance < FLOAT_ROUNDED) or scale in FAR
+                vague = most < FLOAT_TINY or (decimal and distance < FLOAT_ROUNDED) or far
                 return None if vague else False
-            certain = certain and (distance <= FLOAT_EQUAL or scale in FAR)
+            certain = certain and (distance <= FLOAT_EQUAL or far)
     except (Unknown, OverflowError, ZeroDivisionError, ValueError):
         return None
-    return True if certain else None
+    return True if certain and met else None
 
 
 @lru_cache(maxsize=8_192)

@@ -15,12 +15,11 @@ from ..reading.extraction import close_of
 _COMMANDS = {
     "\\left": "",
     "\\right": "",
-    "\\bigl": "",
-    "\\bigr": "",
-    "\\Bigl": "",
-    "\\Bigr": "",
-    "\\big": "",
-    "\\Big": "",
+    **{
+        f"\\{size}{side}": ""
+        for size in ("big", "Big", "bigg", "Bigg")
+        for side in ("", "l", "m", "r")
+    },
     "\\displaystyle": "",
     "\\textstyle": "",
     "\\limits": "",
@@ -74,6 +73,18 @@ _THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|\\thinspace ?|,\s?\\!\s?|\\!\s?,\s?)(?=
 _LINE_SKIP = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]")
 _TEXT_MINUS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*[-\u2212\u2013]\s*\}")
 _UPRIGHT = re.compile(r"\\(?:mathrm|text|mathbf|textrm)\s*\{\s*([ie])\s*\}|\\mathbf\s([ie])\b")
+_FUNCTION = re.compile(
+    r"\\(?:operatorname\s*\*?|mathrm|text|textrm)\s*\{\s*"
+    r"(?P<name>(?:arc)?(?:sin|cos|tan)|cot|csc|(?:sin|cos|tan)h|ln|log)\s*\}(?=\s*[(\[{^_\\A-Za-z\d])"
+)
+"""A function's name with its argument behind it; without one, it is a word."""
+_SYSTEM = re.compile(
+    r"(?P<before>[\s$]*)(?:\\\{\s*)?\\begin\s*\{(?P<kind>cases|aligned|array|gathered|align\*?)\}(?:\s*\{[lcr| ]+\})?"
+    r"(?P<rows>.*?)\\end\s*\{(?P=kind)\}(?P<after>[\s$.]*)",
+    re.DOTALL,
+)
+_VALUE_OF = re.compile(r"[A-Za-z](?:_\{?\w{1,3}\}?)?")
+_NO_VALUE = re.compile(r"[=<>&,;]")
 _INFINITY = re.compile(r"\\(?:text|mathrm)\s*\{\s*infinity\s*\}|(?<![A-Za-z\\])infinity\b", re.I)
 _PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
 _LETTER = (
@@ -85,7 +96,7 @@ _BARE_FRACTION = re.compile(rf"\\frac\s*{_ARGUMENT}\s*{_ARGUMENT}")
 _SQRT = re.compile(r"(?<![A-Za-z\\])sqrt\s*(?:\(([^()]*)\)|(?=\{))")
 _STARS = re.compile(r"(?<=[\w)}])\*\*(?=[\w({+-])")
 _ORDINAL = re.compile(
-    r"(?<=\d)\s*(?:\^?\s*\{?\s*\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?"
+    r"(?<=\d)\s*(?:(?:\^\s*)?(?:\{\s*)?\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?"
     r"|\^\s*\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)(?=$|[\s.}]))"
 )
 _COLOUR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
@@ -216,11 +227,16 @@ def plain(text: str) -> str:
         if "\\text" in text or "\\math" in text or "\\mbox" in text:
             text = _TEXT_MINUS.sub("-", text)
             text = _UPRIGHT.sub(r" \1\2 ", text)
+        if "{" in text:
+            text = _FUNCTION.sub(r"\\\g<name> ", text)
         if "\\not" in text:
             text = _NOT_EQUAL.sub(r"\\ne ", text)
         if "color" in text:
             text = _COLOUR.sub("", text)
         text = _COMMAND.sub(_command, text)
+        if "\\begin" in text:
+            system = _SYSTEM.fullmatch(text)
+            text = _listed(system) if system is not None else text
         if "\\log" in text:
             text = _LOG_E.sub(r"\\ln ", text)
     if "{" in text:
@@ -243,6 +259,23 @@ def plain(text: str) -> str:
     if "]" in text[:1] or "[" in text[-1:]:
         text = _BACKWARDS.sub(_round, text)
     return text.replace("~", " ") if "~" in text else text
+
+
+def _listed(match: re.Match[str]) -> str:
+    """``x=1, y=2`` for rows that each give the value of another name; other rows stay as they are."""
+    rows = [row.strip() for row in match["rows"].split("\\\\") if row.strip()]
+    values = {}
+    for row in rows:
+        name, _, value = row.partition("=")
+        name = name.rstrip().removesuffix("&").rstrip()
+        value = value.lstrip().removeprefix("&").strip().rstrip(",;. ")
+        if not value or _NO_VALUE.search(value) or not _VALUE_OF.fullmatch(name):
+            return match[0]
+        values[name] = value
+    if len(values) < max(len(rows), 2):
+        return match[0]
+    listed = ", ".join(f"{name}={value}" for name, value in values.items())
+    return f"{match['before']}{listed}{match['after']}"
 
 
 def _braced(match: re.Match[str]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from .numbers import PlainNumber, read_number, same_number
+from .quantities import same_quantity
 from .spelling import canonical, normalise
 
 MAX_PARTS = 200
@@ -170,6 +171,9 @@ def _same_part(a: str, b: str) -> bool | None:
     a, b = normalise(a), normalise(b)
     if canonical(a) == canonical(b):
         return True
+    measured = same_quantity(a, b)
+    if measured is not None:
+        return measured
     ours, theirs = read_number(a), read_number(b)
     if ours is not None and theirs is not None:
         # Splitting has used up the separating commas, so a comma isn't part of a number here.

@@ -9,6 +9,7 @@ Corrections on top of math-verify 0.9 (each has a test):
 - it takes all equations without real solutions for equal: they must be proportional here; so must
   undefined values;
 - it takes all numbers under 1e-15 for equal: a relative tolerance must hold too;
+- it takes a capital for the small letter, so that R is r: names keep their case here;
 - it takes ``i`` for an ordinary symbol: the comparison is repeated with the imaginary unit;
 - it drops degrees in trigonometric functions: they are rewritten to radians first;
 - an inequality, or several, may answer an interval;
@@ -18,14 +19,17 @@ Corrections on top of math-verify 0.9 (each has a test):
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
+import math_verify.parser
 import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import (
@@ -61,6 +65,11 @@ from .tolerances import DECIMAL, FLOAT_EQUAL, FLOAT_ROUNDED, PERCENT, close
 # It warns that its own timeouts are off, and of each formula that it can't read.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+
+# It has no setting for the case of names, and takes its converter from its own module.
+math_verify.parser.latex2sympy = partial(
+    latex2sympy, conversion_config=ConversionConfig(lowercase_symbols=False)
+)
 
 CORRECT = "correct"
 WRONG = "wrong"
@@ -218,6 +227,9 @@ def _falsely_equal(golds: list[Any], answers: list[Any]) -> bool:
     a, b = ours[0], theirs[0]
     if isinstance(a, Eq) and isinstance(b, Eq):
         return _different_equations(a, b)
+    if isinstance(a, sympy.Symbol) and isinstance(b, sympy.Symbol):
+        # It compares single names in small letters, once more.
+        return bool(a.name != b.name and a.name.lower() == b.name.lower())
     if a.has(*_UNDEFINED) or b.has(*_UNDEFINED):
         # 12/0 and 1/0 aren't the same answer.
         return answers[-1] != golds[-1]
@@ -296,7 +308,7 @@ def _equal_after_all(answer: str, gold: str, golds: list[Any], answers: list[Any
         if _FACTORIAL.search(answer) or _FACTORIAL.search(gold):
             return bool(simplify(combsimp(a.doit() - b.doit())) == 0)
         roots = any(p.exp.is_Rational and not p.exp.is_Integer for p in (a + b).atoms(sympy.Pow))
-        if roots and simplify(_rebuilt(a) - _rebuilt(b)) == 0:
+        if roots and (simplify(_rebuilt(a) - _rebuilt(b)) == 0 or _equal_where_real(a, b)):
             return True
         if _LOGARITHM.search(answer) or _LOGARITHM.search(gold):
             return bool(simplify(expand_log(a - b, force=True)) == 0)
@@ -309,6 +321,25 @@ def _equal_after_all(answer: str, gold: str, golds: list[Any], answers: list[Any
     except _MEND_FAILS:
         return False
     return False
+
+
+def _equal_where_real(a: Any, b: Any) -> bool:
+    """Whether two formulas are equal for positive names, and wherever else both are real: the root of x^3 is
+    x times the root of x, but the root of x^2 isn't x."""
+    names = sorted(a.free_symbols | b.free_symbols, key=str)
+    if not names or len(names) > 4 or a.has(Float) or b.has(Float):
+        return False
+    positive = {name: Dummy(name.name, positive=True) for name in names}
+    if simplify(_rebuilt(a).xreplace(positive) - _rebuilt(b).xreplace(positive)) != 0:
+        return False
+    near = [sympy.Rational(2 + place, 3) for place in range(len(names))]
+    every_sign = itertools.product((1, -1), repeat=len(names))
+    for signs, values, scale in itertools.product(every_sign, (near, near[::-1]), (1, 100)):
+        point = {n: s * v * scale for n, s, v in zip(names, signs, values, strict=True)}
+        x, y = a.subs(point).evalf(30), b.subs(point).evalf(30)
+        if x.is_real and y.is_real and abs(x - y) > FLOAT_EQUAL * max(abs(x), abs(y)):
+            return False
+    return True
 
 
 _DECIMAL = re.compile(r"\d*\.\d+")

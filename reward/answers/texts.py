@@ -108,6 +108,10 @@ _MATH_WORDS = frozenset((
     "pi", "infinity", "inf", "infty", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "and", "or",
     "percent", "percentage", "pct", "phi", "theta", "alpha", "beta", "gamma", "delta",
 ))
+_ANSWER_WORDS = frozenset((
+    "yes", "no", "true", "false", "even", "odd", "both", "all", "some", "none",
+))
+"""Short words that are an answer, and no product of their letters."""
 # fmt: on
 
 
@@ -120,7 +124,8 @@ def _words(text: str, normalised: str) -> str | None:
         return None
     wrapped = WRAPPER.search(text) is not None
     letters = normalised.isupper() and sum(map(str.isalpha, normalised)) >= 3
-    if not wrapped and not letters and not any(len(word) >= 5 for word in words):
+    known = " ".join(words) in _ANSWER_WORDS or any(len(word) >= 5 for word in words)
+    if not (wrapped or letters or known):
         # "HTH" is a sequence of letters, and not HHT; "ab" and "A-B" may be formulas.
         return None
     return spelled(normalised)
@@ -155,8 +160,11 @@ def read_answer(text: str, normalised: str, gold: Gold, mode: Mode) -> Answer:
     number = read_number(normalised)
     if number is None:
         value = _value_of(normalised)
-        if value is not None and _name_of(gold.normalised) in (None, _name_of(normalised)):
-            number = read_number(value)
+        name, asked = _name_of(normalised), _name_of(gold.normalised)
+        if value is not None and name is not None:
+            # X = 5 answers x = 5: such a name only labels the value.
+            same = asked is None or asked.lower() == name.lower()
+            number = read_number(value) if same else None
     if number is None and gold.number is not None:
         number = with_letter_unit(normalised)
         if number is None and not _PER.search(gold.normalised):

@@ -23,8 +23,16 @@ _MEASURES = {
         "second sec s": "1", "minute min": "60", "hour hr hrs h": "3600", "day": "86400",
         "week": "604800",
     },
-    "mass": {"mg milligram": "1/1000", "g gram": "1", "kg kilogram": "1000"},
-    "volume": {"ml mL milliliter millilitre": "1/1000", "l L liter litre": "1"},
+    # How many days these have isn't the same for all of them.
+    "calendar": {"month": "1", "year": "12"},
+    "speed": {"mph": "44704/100000", "kph kmh": "10/36"},
+    "mass": {
+        "mg milligram": "1/1000", "g gram": "1", "kg kilogram": "1000", "pound lb lbs": "45359237/100000",
+        "ounce oz": "45359237/1600000",
+    },
+    "volume": {
+        "ml mL milliliter millilitre": "1/1000", "l L liter litre": "1", "gallon": "3785411784/1000000000",
+    },
     "money": {"cent": "1/100", "dollar usd": "1"},
     "euros": {"euro": "1"},
     "yuan": {"yuan": "1"},
@@ -34,11 +42,12 @@ _MEASURES = {
 }
 """By dimension: the spellings of each unit, and its size in the dimension's base unit."""
 _UNMEASURED = (
-    "unit", "pound", "lb", "ounce", "oz", "gallon", "month", "year",
-    "people", "person", "student", "men", "women", "children", "way", "times", "point", "piece",
-    "mph", "km/h", "m/s",
+    "unit", "people", "person", "student", "men", "women", "children", "way", "times", "point", "piece",
+    "km/h", "m/s",
 )
 """Words that occur beside a number like a unit, and are never converted."""
+POUND = Fraction(45359237, 100000)
+"""The size of a pound, which is a currency, too."""
 _OR_ALGEBRA = frozenset(("in", "mi", "yd"))
 """Outside ``\\text{}`` these are as likely a product of two letters: a number keeps them."""
 # fmt: on
@@ -57,7 +66,7 @@ _MEASURED = {
     for names, worth in units.items()
     for spelling in _spellings(names.split())
 }
-_WORDS = {"lbs", *_MEASURED, *_spellings(_UNMEASURED)} - _OR_ALGEBRA
+_WORDS = {*_MEASURED, *_spellings(_UNMEASURED)} - _OR_ALGEBRA
 
 UNIT_WORDS = (
     rf"(?:(?:square|cubic|sq\.?|cu\.?)\s+)?(?:{'|'.join(sorted(w for w in _WORDS if len(w) > 1))})"
@@ -75,6 +84,19 @@ FRACTION_UNIT = re.compile(rf"\s*\\frac\s*\{{{_UPRIGHT}\}}\s*\{{{_UPRIGHT}\}}$")
 """``\\frac{\\text{m}}{\\text{s}^2}`` at the end of a text."""
 
 
+_RATE = re.compile(r"(?P<unit>[A-Za-z]+)\s*(?:/|\bper\b)\s*(?P<each>[A-Za-z]+)")
+
+
 def measure(name: str) -> tuple[str, Fraction] | None:
-    """What the unit with that name measures, and its size in the base unit; None if it is unknown."""
-    return _MEASURED.get(name) or _MEASURED.get(name.lower())
+    """What the unit with that name measures, and its size in the base unit; None if it is unknown.
+
+    >>> measure("km"), measure("km per hour")
+    (('length', Fraction(1000, 1)), ('speed', Fraction(5, 18)))
+    """
+    rate = _RATE.fullmatch(name)
+    if rate is None:
+        return _MEASURED.get(name) or _MEASURED.get(name.lower())
+    unit, each = _MEASURED.get(rate["unit"].lower()), _MEASURED.get(rate["each"].lower())
+    if unit is None or each is None or (unit[0], each[0]) != ("length", "time"):
+        return None
+    return "speed", unit[1] / each[1]

@@ -79,7 +79,7 @@ def _end(text: str) -> float:
     formula = read_formula(text)
     if formula is None or formula.names or formula.decimal or formula.transcendental:
         raise Unknown
-    value = floating(formula.tree, 1)
+    value = floating(formula.tree, {})
     if abs(value.imag) > FLOAT_EQUAL * abs(value):
         raise Unknown
     return value.real

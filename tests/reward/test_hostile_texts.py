@@ -89,8 +89,8 @@ def test_four_times_the_text_takes_little_more_than_four_times_the_time(
 
 def test_an_answer_of_the_longest_kind_is_decided_at_once() -> None:
     by = modes.mode("boxed", tuple_for_set=False)
-    for piece in PIECES:
-        answer = hostile(piece, extraction.MAX_ANSWER)[0]
+    answers = [hostile(piece, extraction.MAX_ANSWER)[0] for piece in PIECES]
+    for answer in (*answers, f"1{' ' * 1900}end"):
         for gold in ("5", "x+1", "\\{1,2\\}", "A", "even", "3:2", "5\\text{ cm}", "x=5"):
             begun = time.process_time()
             comparison.decide(answer, gold, by)

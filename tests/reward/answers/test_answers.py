@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -13,7 +14,7 @@ from tandem.common.errors import ConfigError
 from tandem.common.records import Verdict
 from tandem.reward.answers import comparison, guard, spelling, symbolic
 from tandem.reward.answers.numbers import read_number, same_number
-from tandem.reward.grading import Grade
+from tandem.reward.grading import Grade, Grader
 from tandem.reward.reading import modes
 
 BOXED = modes.mode("boxed")
@@ -274,6 +275,32 @@ def test_symbolic_answers_are_compared_by_value(
     assert (grade(answer, gold).verdict is Verdict.CORRECT) is correct
 
 
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        ("40\\text{ cm}", Verdict.WRONG),
+        ("40\\text{ m}", Verdict.CORRECT),
+        ("1+x", Verdict.CORRECT),
+        ("2(x+1)-1-x", Verdict.CORRECT),
+        ("2\\text{ hours }30\\text{ minutes}", Verdict.WRONG),
+    ],
+)
+def test_what_is_refused_of_a_list_of_golds_is_not_asked_again(
+    grade: Grading, answer: str, verdict: Verdict
+) -> None:
+    # The second one can only be compared in a grader process, which takes centimetres for metres.
+    assert (
+        grade(answer, json.dumps(["40\\text{ m}", "|x+1|^2/(x+1)", "2", "x+1"])).verdict is verdict
+    )
+
+
+def test_a_gold_answer_that_can_not_be_read_leaves_the_verdict_on_the_others(
+    grader: Grader,
+) -> None:
+    golds = json.dumps(["3", "..."])
+    assert grader.unreadable_golds([golds]) == set()
+
+
 def test_an_answer_that_is_missing_tells_of_an_unreadable_gold_answer(grade: Grading) -> None:
     from tandem.reward.answers import symbolic
 
@@ -437,3 +464,44 @@ def test_articles_dots_and_powers_of_ten_in_other_spellings(
     answer: str, gold: str, right: bool
 ) -> None:
     assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("\\bigg(1,2\\bigg)", "(1,2)", True),
+        ("\\Biggl(\\frac12,x\\Biggr)", "(\\frac{1}{2},x)", True),
+        ("\\operatorname{arctan}(x)", "\\arctan(x)", True),
+        ("\\mathrm{sin}(x)", "\\sin(x)", True),
+        ("\\text{arctan}(x)", "\\arctan x", True),
+        ("\\operatorname{sin}(x)", "\\cos(x)", False),
+        ("5\\text{ tan}", "5\\tan(x)", False),
+    ],
+)
+def test_brackets_of_any_size_and_functions_in_upright_letters(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert ((decided(answer, gold) or symbolic.compare(answer, gold)) == "correct") is right
+
+
+SYSTEMS = [
+    "\\begin{cases}x=1\\\\y=2\\end{cases}",
+    "\\begin{cases} x = 1, \\\\ y = 2. \\end{cases}",
+    "\\begin{aligned}x&=1\\\\y&=2\\end{aligned}",
+    "\\left\\{\\begin{array}{l}x=1\\\\y=2\\end{array}\\right.",
+]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_solution_may_be_written_in_rows(system: str) -> None:
+    assert decided(system, "x=1, y=2") == "correct"
+    assert decided("y=2, x=1", system) == "correct"
+    assert decided(system, "x=2, y=1") == "wrong"
+    assert decided("(2,1)", system) == "wrong"
+
+
+def test_rows_that_are_no_solution_stay_a_system() -> None:
+    pieces = "\\begin{cases}x & x>0\\\\-x & x<0\\end{cases}"
+    twice = "\\begin{cases}x=1\\\\x=2\\end{cases}"
+    assert spelling.plain(pieces) == pieces
+    assert spelling.plain(twice) == twice

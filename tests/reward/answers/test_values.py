@@ -42,11 +42,33 @@ def test_equal_values_are_equal(answer: str, gold: str) -> None:
     [
         ("\\sqrt{\\frac{a}{b}}", "\\frac{\\sqrt{a}}{\\sqrt{b}}"),
         ("\\frac{\\sqrt{1-x^2}}{1-x}", "\\sqrt{\\frac{1+x}{1-x}}"),
+        ("\\sqrt{x^3}", "x\\sqrt{x}"),
+        ("\\sqrt{8x^3}", "2x\\sqrt{2x}"),
+        ("\\sqrt[3]{x^3}", "x"),
     ],
 )
 def test_roots_are_equal_that_are_so_wherever_they_are_real(answer: str, gold: str) -> None:
     # sympy wouldn't say so of any complex numbers.
     assert same(answer, gold) is True
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "verdict"),
+    [
+        ("\\ln(x^3)", "3\\ln(x)", "correct"),
+        ("\\ln(xy)", "\\ln(x)+\\ln(y)", "correct"),
+        ("\\ln(x)+\\ln(x-1)", "\\ln(x(x-1))", "correct"),
+        ("\\sqrt{x^3}", "x^{3/2}", "correct"),
+        ("\\sqrt[3]{x^2}", "x^{2/3}", "correct"),
+        ("\\sqrt{x}", "\\sqrt{-x}", "wrong"),
+        ("\\ln(1-x)", "\\ln(x-1)", "wrong"),
+    ],
+)
+def test_where_logarithms_and_powers_are_not_real_nothing_is_refused(
+    answer: str, gold: str, verdict: str
+) -> None:
+    assert same(answer, gold) is None
+    assert compare(answer, gold) == verdict
 
 
 FAR_APART = [
@@ -57,6 +79,12 @@ FAR_APART = [
 APART = [
     ("2x+1", "2x-1"),
     ("\\sqrt{x^2}", "x"),  # not where x is negative
+    ("\\sqrt{a^2b}", "a\\sqrt{b}"),
+    ("\\sqrt{(a-b)^2}\\sqrt{a}", "(a-b)\\sqrt{a}"),  # not where b is more than a
+    ("\\sqrt{y(y-1)^2}", "(y-1)\\sqrt{y}"),  # not where y is less than 1
+    ("\\ln(x^3)", "2\\ln(x)"),
+    ("x^{1/2}", "x^{1/3}"),
+    ("(x^2)^{1/2}", "x"),
     ("\\sqrt[3]{-8}", "2"),
     ("\\sqrt[4]{-16}", "-2"),
     ("x^{10}", "x^{11}"),

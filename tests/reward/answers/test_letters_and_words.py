@@ -1,0 +1,58 @@
+"""Capitals: two letters in algebra, and no difference in a word."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.reward.answers import comparison, symbolic
+from tandem.reward.reading import modes
+
+
+def _is_right(answer: str, gold: str) -> bool:
+    found = comparison.decide(answer, gold, modes.mode("boxed"))
+    return (found.verdict.value if found else symbolic.compare(answer, gold)) == "correct"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("0", "\\ln\\frac{R}{r}", False),
+        ("\\frac{v_0}{2}", "\\frac{M v_0}{M+m}", False),
+        ("1", "\\frac{R!}{r!}", False),
+        ("(R,r)", "(r,R)", False),
+        ("\\ln R-\\ln r", "\\ln\\frac{R}{r}", True),
+        ("\\frac{\\pi R^2}{2}+\\frac{\\pi r^2}{2}", "\\frac{\\pi(R^2+r^2)}{2}", True),
+        ("2E", "E+E", True),
+        ("X=5", "x=5", True),
+        # An option, as data sets write it.
+        ("c", "C", True),
+        ("(c)", "C", True),
+        ("C", "c", False),
+        ("r", "R", False),
+        ("f_n", "F_n", False),
+        ("x_{1}", "x_1", True),
+        ("\\Delta", "\\delta", False),
+    ],
+)
+def test_a_capital_is_another_letter_than_the_small_one(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert _is_right(answer, gold) is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("True", "true", True),
+        ("\\text{TRUE}", "true", True),
+        ("YES", "yes", True),
+        ("even", "Even", True),
+        ("No.", "no", True),
+        ("false", "true", False),
+        ("No", "yes", False),
+        ("R", "r", False),
+        ("AB", "ab", False),
+    ],
+)
+def test_capitals_make_no_other_word(answer: str, gold: str, right: bool) -> None:
+    assert _is_right(answer, gold) is right
