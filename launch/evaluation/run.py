@@ -89,10 +89,10 @@ def _differing(before: Plan, now: Plan) -> str:
                     f"another {key} ({new.name}: {getattr(old, key)!r}, not {getattr(new, key)!r})"
                 )
     for key in sorted(before.settings.keys() | now.settings.keys()):
-        old, new = before.settings.get(key), now.settings.get(key)
-        if old != new:
-            named = f"; model.dtype={old} names it" if key == "dtype" else ""
-            return f"another {key} ({old!r:.80}, not {new!r:.80}{named})"
+        kept, asked = before.settings.get(key), now.settings.get(key)
+        if kept != asked:
+            named = f"; model.dtype={kept} names it" if key == "dtype" else ""
+            return f"another {key} ({kept!r:.80}, not {asked!r:.80}{named})"
     return "other settings"
 
 
