@@ -142,6 +142,24 @@ def spelled(normalised: str) -> str:
     return " ".join(words[1:] if len(words) > 1 and words[0] in ("a", "an", "the") else words)
 
 
+_SHORT_WORD = re.compile("[A-Z]?[a-z]{2,3}|[A-Z]{3,4}")
+_VOWELS = re.compile("[aeiouy]")
+
+
+def same_word(one: str, other: str) -> bool:
+    """Whether two texts are one short word in different case: ``Red`` and ``red``, but not ``Mgh`` and ``mgh``.
+
+    A word has a vowel behind its first letter. Products of variables are seldom written so, and with both cases of a
+    letter hardly ever.
+    """
+    return (
+        one.lower() == other.lower()
+        and one.lower() not in _MATH_WORDS
+        and all(_SHORT_WORD.fullmatch(text) for text in (one, other))
+        and _VOWELS.search(one.lower(), 1) is not None
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """An answer, read in comparison with one gold answer."""

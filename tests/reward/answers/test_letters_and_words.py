@@ -52,6 +52,12 @@ def test_a_capital_is_another_letter_than_the_small_one(
         ("No", "yes", False),
         ("R", "r", False),
         ("AB", "ab", False),
+        ("Red", "red", True),
+        ("\\text{east}", "East", True),
+        ("TOM", "Tom", True),
+        ("Mgh", "mgh", False),
+        ("aBc", "abc", False),
+        ("Red", "rod", False),
     ],
 )
 def test_capitals_make_no_other_word(answer: str, gold: str, right: bool) -> None:
