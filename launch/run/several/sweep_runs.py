@@ -43,14 +43,16 @@ def run_sweep(sweep: Sweep, *, jobs: int) -> int:
     sweep.out.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(RunFolder(sweep.out), "--out DIR")
     lock.take()
+    runs = _Runs(sweep, jobs, terminal)
     try:
-        stopped_by = _Runs(sweep, jobs, terminal).run()
+        stopped_by = runs.run()
     finally:
         lock.release()
     lines = table(sweep)
     for line in ["", *lines, ""]:
         terminal.say(line)
-    terminal.say(f"written to {shown(sweep.out / 'sweep.md')} and sweep.json")
+    written = f"written to {shown(sweep.out / 'sweep.md')} and sweep.json"
+    terminal.say(str(runs.unwritten or written))
     if stopped_by:
         terminal.say("stopped; the same command goes on")
         return 128 + stopped_by
@@ -79,6 +81,8 @@ class _Runs:
         self._waiting = [one for one in sweep.members if one.state != "finished"]
         self._running: list[Member] = []
         self._signals: list[int] = []
+        self.unwritten: disk.DiskFull | None = None
+        """Why the table couldn't be written when that was tried last."""
 
     def run(self) -> int:
         """Runs them all; returns the signal that stopped it, or 0."""
@@ -130,10 +134,11 @@ class _Runs:
         """Writes the table; where a signal has ended the wait for space, the runs are still to be drained."""
         try:
             write(self._sweep)
+            self.unwritten = None
         except disk.DiskFull as error:
             if not self._signals:
                 raise
-            self._say(str(error))
+            self.unwritten = error
 
     def _await_earlier(self) -> None:
         """Waits for the end of runs that other processes have, so that nothing is started beside them.
