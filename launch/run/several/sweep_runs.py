@@ -17,6 +17,7 @@ from ....common import disk
 from ....common.errors import DataError
 from ....common.run_folder import RunFolder
 from ....common.waiting import Wait
+from ...board.lines import await_reader
 from ...board.terminal import Terminal
 from ...host.folder_lock import FolderLock, supervisor_of
 from ...host.redis_server import PASSWORD_NOTE, PASSWORD_VARIABLE
@@ -68,6 +69,7 @@ def run_sweep(sweep: Sweep, *, jobs: int) -> int:
         terminal.say(
             f"{stopped} of {len(sweep.members)} runs were stopped; the same command resumes them"
         )
+    await_reader()
     return 1 if failed or stopped else 0
 
 
