@@ -220,13 +220,16 @@ def test_lines_noted_by_several_threads_are_kept_once_each(tmp_path: Path) -> No
 
 def test_lines_that_an_output_takes_late_are_printed_before_the_end() -> None:
     program = (
-        "import sys\n"
+        "import fcntl, sys\n"
         "from tandem.common.disk import keep_streams\n"
+        "from tandem.launch.board import lines\n"
         "from tandem.launch.board.terminal import Terminal\n"
         "keep_streams()\n"
+        "fcntl.fcntl(sys.stdout, fcntl.F_SETPIPE_SZ, 4096)\n"
         "terminal = Terminal(plain=True)\n"
         "for number in range(300):\n"
         "    terminal.say(f'{number:0900}')\n"
+        "lines.PATIENCE_SECONDS = 60.0\n"
         "print('went on', file=sys.stderr, flush=True)\n"
     )
     with subprocess.Popen(
