@@ -10,7 +10,16 @@ from collections.abc import Callable
 KEPT = 200
 """Number of lines that are kept while they can't be printed; of more, the oldest are left out."""
 PATIENCE_SECONDS = 2.0
-"""How long one line may take to be printed before whoever says it goes on, and how long the last ones may take."""
+"""How long one line may take to be printed before whoever says it goes on, and how long the last ones of a process that was
+stopped may take."""
+_late: list[threading.Thread] = []
+"""Threads whose lines have waited for a reader."""
+
+
+def await_reader() -> None:
+    """Returns once all lines are printed, or nobody reads any more: at a command's end a pager may take its time."""
+    for thread in _late:
+        thread.join()
 
 
 class Lines:
@@ -46,7 +55,8 @@ class Lines:
             self._late = self._printing is thread
         if self._late:
             # Only then may the process end before its lines are printed.
-            atexit.register(thread.join, PATIENCE_SECONDS)
+            _late.append(thread)
+            atexit.register(lambda: thread.join(PATIENCE_SECONDS))
 
     def _run(self) -> None:
         while (text := self._next()) is not None:
@@ -61,7 +71,9 @@ class Lines:
         with self._lock:
             lines = list(self._waiting)
             if self._left_out:
-                lines.insert(0, f"({self._left_out} lines are missing here: nothing was taken)")
+                lines.insert(
+                    0, f"({self._left_out} lines are missing here: the output was blocked)"
+                )
             self._waiting.clear()
             self._left_out = 0
             if not lines:

@@ -79,23 +79,25 @@ def read_tallies(path: Path) -> dict[str, Tally]:
         data = path.read_bytes()
     except FileNotFoundError:
         return {}
-    content = unsealed(read_object(data, str(path), DataError, way_out), str(path), DataError)
+    content = read_object(data, str(path), DataError, way_out)
     return {
         name: read_record(Tally, one, str(path), DataError, way_out)
-        for name, one in content.items()
+        for name, one in unsealed(content, str(path), DataError, way_out).items()
     }
 
 
 def switched_off(config: Config, folder: RunFolder) -> list[str]:
     """A line for each of a run's callbacks that isn't called any more, with the way out.
 
-    Raises:
-        DataError: the file of tallies is damaged.
+    A damaged file of tallies is such a line as well, since nothing that befalls callbacks ends a run.
     """
-    tallies = read_tallies(folder.callbacks)
+    try:
+        tallies = read_tallies(folder.callbacks)
+    except DataError as error:
+        return [f"warning: the callbacks aren't called: {error}"]
     return [
         f"warning: {path} is switched off, since it ended or hung its process {MOST_ENDS} times: once it is mended, "
-        f"remove {shown(folder.callbacks)} and start again"
+        f"stop the run, remove {shown(folder.callbacks)} and start again"
         for path in config.run.callbacks
         if path in tallies and tallies[path].off
     ]

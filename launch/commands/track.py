@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 END_SECONDS = 40.0
 """Time for the last records and uploads once a run has ended."""
+STOPS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that ask it to end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +45,20 @@ def run(arguments: argparse.Namespace) -> int:
     folder = named_folder(arguments)
     config = build(read_yaml(folder.config), stored=True)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _end(stop))
+    signals: list[int] = []
+
+    def heed(number: int, _: object) -> None:
+        signals.append(number)
+        if arguments.follow:
+            _end(stop, 1)
+            return
+        for one in STOPS:
+            signal.signal(one, signal.SIG_DFL)
+        _end(stop, 128 + number)
+        print("stopping; once more ends it at once", file=sys.stderr, flush=True)
+
+    for one in STOPS:
+        signal.signal(one, heed)
     state = folder.trackers / f"{arguments.to}.json"
     record = folder.read_run()
     wandb_id = wandb_id_of(record, folder.path)
@@ -65,16 +79,21 @@ def run(arguments: argparse.Namespace) -> int:
         following.catch_up(stop)
     tracker.close()
     print(f"{sent.rows - before} records sent ({sent.rows} in all): {where}")
-    if stop.is_set() and not arguments.follow:
+    if signals and not arguments.follow:
         print("stopped; the same command sends the rest", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + signals[0]
     return 0
 
 
-def _end(stop: threading.Event) -> None:
-    """Asks the loop to end; a library that hangs in a call doesn't delay the end of the run."""
+def _end(stop: threading.Event, code: int) -> None:
+    """Asks the loop to end; a library that hangs in a call doesn't delay the end of the run.
+
+    Args:
+        stop: is set.
+        code: the exit code if it hangs.
+    """
     stop.set()
-    last = threading.Timer(END_SECONDS, os._exit, (1,))
+    last = threading.Timer(END_SECONDS, os._exit, (code,))
     last.daemon = True
     last.start()
 

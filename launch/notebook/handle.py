@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+
+import psutil
 
 from ...common.errors import DataError, DeadlineError, TandemError
 from ...common.parts import read_parts
 from ...common.run_folder import RunFolder, newest_stage, read_stages
 from ..host.redis_server import PASSWORD_VARIABLE
-from ..run.ending import LOOK_SECONDS, ask_to_end, await_end, supervising_all, was_stopped
+from ..run.ending import LOOK_SECONDS, await_end, supervising_all, was_stopped
 from ..run.opened.record import apart
 from . import tables
 
 if TYPE_CHECKING:
-    import psutil
     import pyarrow as pa
 
     from ...common.config import Config
 
 SAID = 4_000
 """Characters of the end of a run's output that an error shows."""
+_asked: set[psutil.Process] = set()
+"""The supervisors that this Python has asked to end; they compare by id and by when they began."""
 
 
 def start(
@@ -98,7 +103,8 @@ def start(
             time.sleep(LOOK_SECONDS)
     except (DeadlineError, KeyboardInterrupt):
         # Whoever doesn't get the run can't stop it.
-        process.terminate()
+        if process.poll() is None:
+            _ask_to_end(psutil.Process(process.pid))
         raise
     if process.poll():
         raise TandemError(run.output[-SAID:].strip().removeprefix("tandem: "))
@@ -131,7 +137,6 @@ class Run:
         """The run's folder."""
         self._process = process
         self._output = output
-        self._asked: psutil.Process | None = None
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -218,21 +223,18 @@ class Run:
         """Drains it and writes a checkpoint, as a first Ctrl-C does; the same ``start`` resumes it.
 
         Args:
-            seconds: how long to wait for its end. Whoever calls it again goes on waiting.
-            now: ends a run at once that drains already, as a second Ctrl-C does.
+            seconds: how long to wait for its end. Whoever calls it again in this Python goes on waiting.
+            now: ends it at once without a checkpoint, as a second Ctrl-C does.
 
         Raises:
             DeadlineError: it hasn't ended after ``seconds``; it goes on draining.
         """
-        # One signal: a second one ends everything at once.
         process = supervising_all(self.path)
-        if process is not None and process == self._asked and not now:
+        if process is None and self._process is not None and self._process.poll() is None:
+            process = psutil.Process(self._process.pid)
+        if process is not None:
+            _ask_to_end(process, now=now)
             await_end(self.folder, process, seconds)
-        elif process is not None:
-            self._asked = process
-            ask_to_end(self.folder, process, seconds)
-        elif self._process is not None and self._process.poll() is None:
-            self._process.terminate()
         if self._process is not None:
             try:
                 self._process.wait(seconds)
@@ -261,6 +263,17 @@ class Run:
             DataError: the run keeps no groups, or none of these steps.
         """
         return tables.groups(self.folder, steps)
+
+
+def _ask_to_end(process: psutil.Process, *, now: bool = False) -> None:
+    """Sends a supervisor one signal for its whole life, and another one if it is to end at once."""
+    with suppress(psutil.NoSuchProcess):
+        if process not in _asked:
+            process.terminate()
+            _asked.add(process)
+        if now:
+            # Of another kind: two of one kind may arrive as one.
+            process.send_signal(signal.SIGINT)
 
 
 def _flat(prefix: str, tree: Mapping[str, Any], keys: Collection[str]) -> list[tuple[str, Any]]:

@@ -126,7 +126,7 @@ def gpus_left_idle(config: Config, machine: Machine) -> str | None:
         else ""
     )
     return (
-        f"{_too_few(config, machine)}, so that it runs on CPUs: {share}lower those settings, or set "
+        f"{_too_few(config, machine)}, so the run is on CPUs: {share}lower those settings, or set "
         f"launch.gpus=required, which refuses to start without enough GPUs"
     )
 

@@ -116,13 +116,15 @@ def record(folder: RunFolder, results: Sequence[Mapping[str, Any]]) -> list[str]
         folder: the run's folder.
         results: of :func:`evaluate`.
     """
-    from ...learner.loop.evaluations import record_of, recorded_in
+    from ...learner.loop.evaluations import record_of
 
-    before = recorded_in(folder.metrics)
+    before, term = set(), 0
+    for row in read_parts(folder.metrics):
+        before.add(row.get("eval/id"))
+        term = max(term, row.get("term", 0))
     made = [one for one in map(_result, results) if one.id not in before]
     if not made:
         return []
-    term = max((one.get("term", 0) for one in read_parts(folder.metrics)), default=0)
     lines = PartedLines(folder.metrics)
     for one in made:
         lines.write({**record_of(one), "term": term, "time": time.time()})

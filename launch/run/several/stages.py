@@ -21,11 +21,13 @@ from ....common import disk
 from ....common.errors import ConfigError, DataError
 from ....common.plain import read_object
 from ....common.run_folder import RunFolder, read_stages, write_atomic
+from ...board.lines import await_reader
 from ...board.terminal import Terminal
 from ...host.folder_lock import FolderLock
 from ...host.preflight import check_critic, check_model, check_teacher
 from ...wording import shown
 from .. import summary
+from ..ending import was_stopped
 from ..job import command_again, run_job
 from ..opened.opening import Kind, Opening, free_name, open_folder, open_preset, open_run
 from ..opened.presets import Preset, over
@@ -305,9 +307,14 @@ def run_words(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool =
     preset, overrides = open_preset(words, offline=offline)
     if preset.stages:
         command = "offline" if offline else "start"
-        return _run_stages(preset, overrides, command=command, fresh=fresh, plain=plain)
-    opening = open_run(preset, overrides, fresh=fresh, offline=offline)
-    return run_job(preset, opening, Terminal(plain=plain))
+        code = _run_stages(preset, overrides, command=command, fresh=fresh, plain=plain)
+    else:
+        opening = open_run(preset, overrides, fresh=fresh, offline=offline)
+        code = run_job(preset, opening, Terminal(plain=plain))
+    if not was_stopped(code):
+        # Whoever stops a run by a signal, as a scheduler does, waits for its end.
+        await_reader()
+    return code
 
 
 def _run_stages(

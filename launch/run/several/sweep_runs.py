@@ -17,6 +17,7 @@ from ....common import disk
 from ....common.errors import DataError
 from ....common.run_folder import RunFolder
 from ....common.waiting import Wait
+from ...board.lines import await_reader
 from ...board.terminal import Terminal
 from ...host.folder_lock import FolderLock, supervisor_of
 from ...host.redis_server import PASSWORD_NOTE, PASSWORD_VARIABLE
@@ -43,14 +44,16 @@ def run_sweep(sweep: Sweep, *, jobs: int) -> int:
     sweep.out.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(RunFolder(sweep.out), "--out DIR")
     lock.take()
+    runs = _Runs(sweep, jobs, terminal)
     try:
-        stopped_by = _Runs(sweep, jobs, terminal).run()
+        stopped_by = runs.run()
     finally:
         lock.release()
     lines = table(sweep)
     for line in ["", *lines, ""]:
         terminal.say(line)
-    terminal.say(f"written to {shown(sweep.out / 'sweep.md')} and sweep.json")
+    written = f"written to {shown(sweep.out / 'sweep.md')} and sweep.json"
+    terminal.say(str(runs.unwritten or written))
     if stopped_by:
         terminal.say("stopped; the same command goes on")
         return 128 + stopped_by
@@ -66,6 +69,7 @@ def run_sweep(sweep: Sweep, *, jobs: int) -> int:
         terminal.say(
             f"{stopped} of {len(sweep.members)} runs were stopped; the same command resumes them"
         )
+    await_reader()
     return 1 if failed or stopped else 0
 
 
@@ -79,6 +83,8 @@ class _Runs:
         self._waiting = [one for one in sweep.members if one.state != "finished"]
         self._running: list[Member] = []
         self._signals: list[int] = []
+        self.unwritten: disk.DiskFull | None = None
+        """Why the table couldn't be written when that was tried last."""
 
     def run(self) -> int:
         """Runs them all; returns the signal that stopped it, or 0."""
@@ -130,10 +136,11 @@ class _Runs:
         """Writes the table; where a signal has ended the wait for space, the runs are still to be drained."""
         try:
             write(self._sweep)
+            self.unwritten = None
         except disk.DiskFull as error:
             if not self._signals:
                 raise
-            self._say(str(error))
+            self.unwritten = error
 
     def _await_earlier(self) -> None:
         """Waits for the end of runs that other processes have, so that nothing is started beside them.

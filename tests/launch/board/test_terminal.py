@@ -220,13 +220,16 @@ def test_lines_noted_by_several_threads_are_kept_once_each(tmp_path: Path) -> No
 
 def test_lines_that_an_output_takes_late_are_printed_before_the_end() -> None:
     program = (
-        "import sys\n"
+        "import fcntl, sys\n"
         "from tandem.common.disk import keep_streams\n"
+        "from tandem.launch.board import lines\n"
         "from tandem.launch.board.terminal import Terminal\n"
         "keep_streams()\n"
+        "fcntl.fcntl(sys.stdout, fcntl.F_SETPIPE_SZ, 4096)\n"
         "terminal = Terminal(plain=True)\n"
         "for number in range(300):\n"
         "    terminal.say(f'{number:0900}')\n"
+        "lines.PATIENCE_SECONDS = 60.0\n"
         "print('went on', file=sys.stderr, flush=True)\n"
     )
     with subprocess.Popen(
@@ -239,6 +242,73 @@ def test_lines_that_an_output_takes_late_are_printed_before_the_end() -> None:
     missing = next(line for line in lines if line.startswith("("))
     assert len(lines) - 1 + int(missing[1:].partition(" ")[0]) == 300
     assert lines[-1] == f"{299:0900}"
+
+
+UNREAD = """
+import fcntl, sys
+from tandem.launch import cli
+from tandem.launch.board import lines
+from tandem.launch.run.several import stages
+
+# Enough for the first lines alone.
+fcntl.fcntl(sys.stdout, fcntl.F_SETPIPE_SZ, 4096)
+lines.PATIENCE_SECONDS = 0.2
+
+
+def run(preset, opening, terminal):
+    for number in range(30):
+        terminal.say(f"{number:0900}")
+    print("went on", file=sys.stderr, flush=True)
+    return int(sys.argv[1])
+
+
+stages.run_job = run
+sys.exit(cli.main(["start", "--plain", "run.dir=no-such-run"]))
+"""
+
+
+def unread(code: int) -> subprocess.Popen[bytes]:
+    """`tandem start` of a run that ends with this code while nobody reads most of its lines."""
+    return subprocess.Popen(
+        [sys.executable, "-c", UNREAD, str(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_commands_last_lines_wait_for_their_reader(code: int) -> None:
+    with unread(code) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr.readline() == b"went on\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(3)
+        lines = process.stdout.read().decode().splitlines()
+        assert lines == [f"{number:0900}" for number in range(30)]
+        assert process.wait(60) == code
+
+
+def test_a_reader_that_goes_ends_the_wait_for_it() -> None:
+    with unread(0) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr.readline() == b"went on\n"
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert process.stderr.read() == b""
+
+
+def test_ctrl_c_ends_the_wait_for_a_reader() -> None:
+    with unread(0) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"went on\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert process.stderr.read() == b""
+
+
+def test_a_command_that_was_stopped_waits_for_no_reader() -> None:
+    with unread(128 + signal.SIGTERM) as process:
+        assert process.wait(60) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("columns", [pytest.param(80, marks=pytest.mark.byhand), 120])

@@ -196,7 +196,7 @@ def test_a_callback_that_ends_or_hangs_its_process_is_switched_off(
     # It stays off when the run is resumed, which says so.
     (told,) = switched_off(config(name, "note"), folder)
     assert told.startswith(f"warning: hosted:{name} is switched off")
-    assert f"remove {shown(folder.callbacks)} and start again" in told
+    assert f"stop the run, remove {shown(folder.callbacks)} and start again" in told
     write(folder, step(6))
     with Hosted(folder, store, name, "note", callback_seconds=0.5):
         until(lambda: len(calls()) == 6)
@@ -206,6 +206,18 @@ def test_a_callback_that_ends_or_hangs_its_process_is_switched_off(
     with Hosted(folder, store, name, "note", callback_seconds=0.5):
         until(lambda: len(calls()) == 7)
     assert read_tallies(folder.callbacks)[f"hosted:{name}"].calls == 1
+
+
+@pytest.mark.parametrize("content", ["{", '{"x": {}, "xxh3": "0"}', "[]"])
+def test_a_damaged_file_of_tallies_is_a_warning_at_the_start(
+    folder: RunFolder, content: str
+) -> None:
+    folder.callbacks.parent.mkdir(exist_ok=True)
+    folder.callbacks.write_text(content)
+    (told,) = switched_off(config("note"), folder)
+    assert told.startswith("warning: the callbacks aren't called: ")
+    assert f"{folder.callbacks} is damaged" in told
+    assert told.endswith("remove it, and the counts begin anew")
 
 
 def test_a_process_that_cannot_be_started_for_a_while_switches_nothing_off(

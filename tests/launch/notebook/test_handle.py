@@ -118,7 +118,8 @@ from tandem.common.run_folder import RunFolder
 from tandem.launch.host.folder_lock import FolderLock
 
 seen = []
-signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *_: seen.append(1))
 FolderLock(RunFolder(Path(sys.argv[1]))).take()
 print("ready", flush=True)
 while not seen:
@@ -146,12 +147,20 @@ def test_a_second_stop_goes_on_waiting_and_ends_at_once_what_it_is_told_to(tmp_p
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        run = Run(tmp_path)
-        for now, last in ((False, b""), (False, b""), (True, b"\n")):
+        for now in (False, False, True):
+            # Whoever opens the run anew goes on waiting as well.
             with pytest.raises(DeadlineError, match="still draining"):
-                run.stop(0.2, now=now)
-            process.stdin.write(last)
-            process.stdin.flush()
+                Run(tmp_path).stop(0.2, now=now)
+        process.stdin.close()
+        assert process.stdout.read() == b"2\n"
+
+
+def test_a_first_stop_ends_at_once_what_it_is_told_to(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COUNTS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        Run(tmp_path).stop(30, now=True)
         assert process.stdout.read() == b"2\n"
 
 

@@ -69,7 +69,7 @@ def test_a_run_that_leaves_a_gpu_idle_says_so_before_it_starts(
     monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: one)
     _, out, _ = tandem(capsys, "start", "miniature", "launch.gpus=auto", *words)
     assert "warning: this preset needs 2 GPUs" in out
-    assert "so that it runs on CPUs: set launch.share_gpu=true" in out
+    assert "so the run is on CPUs: set launch.share_gpu=true" in out
 
 
 def test_a_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str], here: Path) -> None:

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -461,6 +463,39 @@ def test_what_wandb_has_kept_here_is_named_with_the_command_that_uploads_it(
     (made,) = (folder.path / "wandb").glob("offline-run-*")
     assert kept_here(folder.path, 0.0) == f"wandb sync {made}"
     assert kept_here(folder.path, made.stat().st_mtime + 1) == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once_what_waits_for_the_server(
+    folder: RunFolder, number: signal.Signals
+) -> None:
+    write(folder, step(1))
+    command = ["track", str(folder.path), "--to", "wandb"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        own = {
+            "HOME": str(folder.path),
+            "WANDB_API_KEY": 40 * "a",
+            "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
+        }
+        with subprocess.Popen(
+            [sys.executable, "-P", "-m", "tandem.launch.cli", *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={key: value for key, value in os.environ.items() if key != "WANDB_MODE"} | own,
+        ) as process:
+            assert process.stderr is not None
+            try:
+                # It accepts, and never answers.
+                connection, _ = server.accept()
+                process.send_signal(number)
+                assert "stopping; once more ends it at once\n" in process.stderr
+                process.send_signal(number)
+                assert process.wait(10) == -number
+            finally:
+                process.kill()
+            connection.close()
 
 
 # --- before a start ---
