@@ -261,8 +261,10 @@ class Server:
                 self._counts["judge_retries"] += 1
                 asked.alone = asked.attempts == self.asking.retries
                 # Not all at once: what failed together would come back together.
-                pause = _pause(asked.attempts) * random.uniform(0.75, 1.0)
-                due = now + max(pause, min(LONGEST_PAUSE, error.after))
+                share = random.uniform(0.0, 0.25)
+                pause = _pause(asked.attempts)
+                least = min(LONGEST_PAUSE, error.after + share * pause if error.after else 0.0)
+                due = now + max(pause * (1.0 - share), least)
                 self._number += 1
                 heapq.heappush(self._later, (due, self._number, asked))
                 continue

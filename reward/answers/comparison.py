@@ -25,7 +25,7 @@ from .guard import dangerous, unevaluated
 from .numbers import NUMBER_WORDS, read_number, same_number
 from .quantities import same_quantity
 from .spelling import WRAPPER, canonical, normalise
-from .texts import MAX_GOLD, WORDS, Answer, Gold, read_answer, read_gold, same_word, spelled
+from .texts import MAX_GOLD, WORDS, Answer, Gold, read_answer, read_gold, same_words, spelled
 from .units import NO_UNIT
 
 Engine = Callable[[Answer, Gold], bool | None]
@@ -359,7 +359,7 @@ def _letter(answer: Answer, gold: Gold) -> bool | None:
 
 def _words(answer: Answer, gold: Gold) -> bool | None:
     if gold.words is None:
-        return True if same_word(answer.normalised, gold.normalised) else None
+        return True if same_words(answer.normalised, gold.normalised) else None
     if spelled(answer.normalised) == gold.words:
         return True
     return False if answer.number is not None or WORDS.fullmatch(answer.normalised) else None

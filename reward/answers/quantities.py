@@ -165,7 +165,7 @@ def same_quantity(answer: str, gold: str) -> bool | None:
     """
     our_name, answer = _without_name(answer)
     their_name, gold = _without_name(gold)
-    if our_name and their_name and our_name != their_name:
+    if our_name and their_name and our_name.lower() != their_name.lower():
         return None
     ours, theirs = read_quantity(answer), read_quantity(gold)
     certain = ours is not None and theirs is not None

@@ -9,7 +9,7 @@ Corrections on top of math-verify 0.9 (each has a test):
 - it takes all equations without real solutions for equal: they must be proportional here; so must
   undefined values;
 - it takes all numbers under 1e-15 for equal: a relative tolerance must hold too;
-- it takes a capital for the small letter, so that R is r: names keep their case here;
+- it takes every capital for the small letter: here not where a text has a letter in both, as R and r;
 - it takes ``i`` for an ordinary symbol: the comparison is repeated with the imaginary unit;
 - it drops degrees in trigonometric functions: they are rewritten to radians first;
 - an inequality, or several, may answer an interval;
@@ -24,6 +24,7 @@ import json
 import logging
 import math
 import re
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -128,6 +129,7 @@ def compare(answer: str, gold: str) -> str:
     answers = _parse(answer)
     if not answers:
         return UNPARSABLE
+    golds, answers = _in_one_case(golds, answers)
     if _same_structure(golds, answers):
         return CORRECT
     try:
@@ -143,6 +145,44 @@ def compare(answer: str, gold: str) -> str:
     if equal and _wrongly_rounded(answer, gold, golds, answers):
         equal = False
     return CORRECT if equal else WRONG
+
+
+def _in_one_case(golds: list[Any], answers: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Both in small letters, as ``X = 1, Y = 2`` for ``x = 1, y = 2``, unless one of them has a letter in both cases or
+    they are single names."""
+    sides = golds, answers
+    expressions = [[one for one in side if isinstance(one, Basic | MatrixBase)] for side in sides]
+    if all(side and isinstance(side[0], sympy.Symbol) for side in expressions):
+        return sides
+    small: dict[Any, Any] = {}
+    for side in expressions:
+        names = {symbol.name for one in side for symbol in one.atoms(sympy.Symbol)}
+        if len({name.lower() for name in names}) < len(names):
+            return sides
+        for symbol in set().union(*(one.atoms(sympy.Symbol) for one in side)):
+            if symbol.name != symbol.name.lower():
+                small[symbol] = sympy.Symbol(symbol.name.lower(), **symbol.assumptions0)
+    if not small:
+        return sides
+    one, other = (
+        [_renamed(part, small) if isinstance(part, Basic | MatrixBase) else part for part in side]
+        for side in sides
+    )
+    return one, other
+
+
+def _renamed(expression: Any, names: Mapping[Any, Any]) -> Any:
+    """The expression with other names. Relations stay as they are: sympy would take a point that the parser reads as an
+    interval, ``(X, Y) = (1, 2)``, for false."""
+    if isinstance(expression, MatrixBase):
+        return expression.applyfunc(lambda entry: _renamed(entry, names))
+    if expression in names or not expression.args:
+        return names.get(expression, expression)
+    parts = [_renamed(part, names) for part in expression.args]
+    if all(new is old for new, old in zip(parts, expression.args, strict=True)):
+        return expression
+    kept = {"evaluate": False} if isinstance(expression, Relational) else {}
+    return expression.func(*parts, **kept)
 
 
 def _by_name(answer: str, gold: str) -> str | None:
@@ -329,17 +369,27 @@ def _equal_where_real(a: Any, b: Any) -> bool:
     names = sorted(a.free_symbols | b.free_symbols, key=str)
     if not names or len(names) > 4 or a.has(Float) or b.has(Float):
         return False
-    positive = {name: Dummy(name.name, positive=True) for name in names}
-    if simplify(_rebuilt(a).xreplace(positive) - _rebuilt(b).xreplace(positive)) != 0:
-        return False
     near = [sympy.Rational(2 + place, 3) for place in range(len(names))]
     every_sign = itertools.product((1, -1), repeat=len(names))
     for signs, values, scale in itertools.product(every_sign, (near, near[::-1]), (1, 100)):
         point = {n: s * v * scale for n, s, v in zip(names, signs, values, strict=True)}
-        x, y = a.subs(point).evalf(30), b.subs(point).evalf(30)
+        x, y = (_odd_roots(one, point).evalf(30) for one in (a, b))
         if x.is_real and y.is_real and abs(x - y) > FLOAT_EQUAL * max(abs(x), abs(y)):
             return False
-    return True
+    positive = {name: Dummy(name.name, positive=True) for name in names}
+    return bool(simplify(_rebuilt(a).xreplace(positive) - _rebuilt(b).xreplace(positive)) == 0)
+
+
+def _odd_roots(expression: Any, point: Mapping[Any, Any]) -> Any:
+    """The expression at a point, where an odd root of a negative number is real."""
+    if not expression.args:
+        return point.get(expression, expression)
+    parts = [_odd_roots(part, point) for part in expression.args]
+    if isinstance(expression, sympy.Pow):
+        base, exponent = parts
+        if exponent.is_Rational and exponent.q % 2 and exponent.q > 1 and base.is_negative:
+            return (-1) ** exponent.p * (-base) ** exponent
+    return expression.func(*parts)
 
 
 _DECIMAL = re.compile(r"\d*\.\d+")

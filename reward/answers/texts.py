@@ -66,12 +66,18 @@ def read_gold(gold: str) -> Gold:
         normalised=normalised,
         canonical=canonical(normalised),
         number=number,
-        letter=option_letter(text),
+        letter=option_letter(text) or _small_option(text),
         words=_words(text, normalised),
         collection=structure.collection(normalised),
         dangerous=dangerous(text),
         any_of=any_of,
     )
+
+
+def _small_option(text: str) -> str | None:
+    """``C`` for ``(c)``: in brackets a small letter is an option too."""
+    match = re.fullmatch(r"(?:\\text\{)?\(([a-j])\)\}?", text)
+    return match[1].upper() if match else None
 
 
 def _alternatives(text: str) -> tuple[str, ...]:
@@ -142,22 +148,20 @@ def spelled(normalised: str) -> str:
     return " ".join(words[1:] if len(words) > 1 and words[0] in ("a", "an", "the") else words)
 
 
-_SHORT_WORD = re.compile("[A-Z]?[a-z]{2,3}|[A-Z]{3,4}")
-_VOWELS = re.compile("[aeiouy]")
+_PHRASE = re.compile(r"[A-Za-z][\w ,'()-]*")
+_WORD = re.compile("[A-Z]?[a-z]{2,}|[A-Z]{3,}")
 
 
-def same_word(one: str, other: str) -> bool:
-    """Whether two texts are one short word in different case: ``Red`` and ``red``, but not ``Mgh`` and ``mgh``.
+def same_words(one: str, other: str) -> bool:
+    """Whether two texts are words that differ in their case alone.
 
-    A word has a vowel behind its first letter. Products of variables are seldom written so, and with both cases of a
-    letter hardly ever.
+    >>> same_words("Blue", "blue"), same_words("Bag A", "bag A"), same_words("bag a", "bag A")
+    (True, True, False)
     """
-    return (
-        one.lower() == other.lower()
-        and one.lower() not in _MATH_WORDS
-        and all(_SHORT_WORD.fullmatch(text) for text in (one, other))
-        and _VOWELS.search(one.lower(), 1) is not None
-    )
+    if one.lower() != other.lower() or not _PHRASE.fullmatch(one):
+        return False
+    pairs = zip(re.findall(r"\w+", one), re.findall(r"\w+", other), strict=True)
+    return all(a == b or (_WORD.fullmatch(a) and _WORD.fullmatch(b)) for a, b in pairs)
 
 
 @dataclass(frozen=True, slots=True)

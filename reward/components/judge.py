@@ -89,11 +89,11 @@ class Judge:
     def scores(self, answer: Any, count: int) -> list[float]:
         """The score in what the judge said, scaled to 0..1."""
         said = answer["choices"][0]["message"]["content"]
-        if answer["choices"][0].get("finish_reason") == "length":
-            # A score that its reasons name may stand last in what there is.
-            raise ValueError("its answer was cut (finish_reason 'length'): raise params.max_tokens")
         if not isinstance(said, str):
             raise ValueError(f"its message has no text (finish_reason {_ended(answer)})")
+        if self.field is None and answer["choices"][0].get("finish_reason") == "length":
+            # A score that its reasons name may stand last in what there is; an object is whole or none.
+            raise ValueError("its answer was cut (finish_reason 'length'): raise params.max_tokens")
         score = self._in_field(said) if self.field is not None else self._by_pattern(said)
         if not self.low <= score <= self.high:
             raise ValueError(f"the score {score:g} isn't from {self.low:g} to {self.high:g}")

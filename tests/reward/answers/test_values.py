@@ -71,6 +71,14 @@ def test_where_logarithms_and_powers_are_not_real_nothing_is_refused(
     assert compare(answer, gold) == verdict
 
 
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [("|x|", "wrong"), ("x^{2/2}", "correct"), ("\\sqrt{x^2}", "wrong"), ("2|x|", "wrong")],
+)
+def test_an_odd_root_has_a_value_where_its_radicand_is_negative(answer: str, verdict: str) -> None:
+    assert compare(answer, "\\sqrt[3]{x^3}") == verdict
+
+
 FAR_APART = [
     ("\\sqrt{(x-3)^2}", "3-x"),  # not where x is more than 3
     ("\\sqrt{x^2-6x+9}", "3-x"),
