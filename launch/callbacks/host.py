@@ -74,7 +74,7 @@ def read_tallies(path: Path) -> dict[str, Tally]:
     Raises:
         DataError: the file is damaged.
     """
-    way_out = "remove it, and the counts begin anew"
+    way_out = "stop the run, remove it and start again: the counts begin anew"
     try:
         data = path.read_bytes()
     except FileNotFoundError:

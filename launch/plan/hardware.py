@@ -86,14 +86,20 @@ def gpus(deadline: float = 20.0) -> tuple[Gpu, ...]:
 
 
 def oldest_capability(deadline: float = 20.0) -> float | None:
-    """The least compute capability of this machine's GPUs, such as 7.5; None without any, and where nvidia-smi doesn't tell."""
+    """The least compute capability of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, such as 7.5; None without any, and
+    where nvidia-smi doesn't tell."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    query = ("--query-gpu=compute_cap", "--format=csv,noheader")
+    query = ("--query-gpu=index,compute_cap,uuid", "--format=csv,noheader")
     try:
         listed = _answer(program, *query, deadline=deadline)
-        return min(map(float, listed.split()), default=None)
+        rows = [[word.strip() for word in line.split(",")] for line in listed.splitlines()]
+        named = tuple(
+            Gpu(index=int(index), name=of, memory_mb=0, uuid=uuid) for index, of, uuid in rows
+        )
+        left = visible(named, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return min((float(gpu.name) for gpu in left), default=None)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 

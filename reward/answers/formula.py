@@ -394,7 +394,6 @@ def same_value(a: Formula, b: Formula) -> bool | None:
                 continue
             if not (cmath.isfinite(p) and cmath.isfinite(q)):
                 return None
-            met = met or not far
             most = max(abs(p), abs(q), 1e-300)
             distance = abs(p - q) / most
             if distance > FLOAT_APART:
@@ -402,6 +401,8 @@ def same_value(a: Formula, b: Formula) -> bool | None:
                 # cancel each other to the last digit.
                 vague = most < FLOAT_TINY or (decimal and distance < FLOAT_ROUNDED) or far
                 return None if vague else False
+            # A far point tells only by an exact agreement.
+            met = met or not far or distance <= FLOAT_EQUAL
             certain = certain and (distance <= FLOAT_EQUAL or far)
     except (Unknown, OverflowError, ZeroDivisionError, ValueError):
         return None

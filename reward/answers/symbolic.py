@@ -148,12 +148,9 @@ def compare(answer: str, gold: str) -> str:
 
 
 def _in_one_case(golds: list[Any], answers: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Both in small letters, as ``X = 1, Y = 2`` for ``x = 1, y = 2``, unless one of them has a letter in both cases or
-    they are single names."""
+    """Both in small letters, as ``X = 1, Y = 2`` for ``x = 1, y = 2``, unless one of them has a letter in both cases."""
     sides = golds, answers
     expressions = [[one for one in side if isinstance(one, Basic | MatrixBase)] for side in sides]
-    if all(side and isinstance(side[0], sympy.Symbol) for side in expressions):
-        return sides
     small: dict[Any, Any] = {}
     for side in expressions:
         names = {symbol.name for one in side for symbol in one.atoms(sympy.Symbol)}
@@ -267,9 +264,6 @@ def _falsely_equal(golds: list[Any], answers: list[Any]) -> bool:
     a, b = ours[0], theirs[0]
     if isinstance(a, Eq) and isinstance(b, Eq):
         return _different_equations(a, b)
-    if isinstance(a, sympy.Symbol) and isinstance(b, sympy.Symbol):
-        # It compares single names in small letters, once more.
-        return bool(a.name != b.name and a.name.lower() == b.name.lower())
     if a.has(*_UNDEFINED) or b.has(*_UNDEFINED):
         # 12/0 and 1/0 aren't the same answer.
         return answers[-1] != golds[-1]

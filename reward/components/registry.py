@@ -206,6 +206,11 @@ def _check_types(kind: Kind, params: Mapping[str, Any]) -> None:
         choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
         if choices and value not in choices:
             raise ConfigError(f"{where} isn't one of {', '.join(choices)}")
+        # Whole numbers with a point, and 0 and 1, are what YAML and JSON of other programs write.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if hint is bool and value in (0, 1):
+            continue
         try:
             msgspec.convert(value, hint)
         except msgspec.ValidationError as error:

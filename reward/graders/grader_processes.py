@@ -106,6 +106,7 @@ class GraderProcesses:
         self._failed_starts = 0
         self._failed_graders = 0
         self._failure = ""
+        self._lacks_parser = False
         # Every sandbox may use up its own memory, so there are never more than requested.
         self._relief = relief(count) if sandbox is None else 0
         self._cores = usable_cores()
@@ -246,13 +247,14 @@ class GraderProcesses:
                     self._grader_exited(message.slot, message.pid, message.status)
                 case Failed():
                     self._failure = message.why
+                    self._lacks_parser = "math_verify" in message.why or "sympy" in message.why
         if not alive:
             self._zygote_died()
 
     def _zygote_died(self) -> None:
         assert self._zygote is not None
         pid, code = self._zygote.pid, self._stop_zygote()
-        if "math_verify" in self._failure or "sympy" in self._failure:
+        if self._lacks_parser:
             raise TandemError(
                 f"graders can't start: {self._failure}: install math-verify with "
                 f"`pip install 'tandem-rl[reward]'`"

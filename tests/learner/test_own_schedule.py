@@ -93,7 +93,7 @@ def test_steps_of_the_warm_up_are_not_asked_for() -> None:
         ("endless", r"at step 4 of 5, returned inf"),
         ("ends", r"ended with exit code 3 and without an answer"),
         ("number", r"isn't a function: 1\.0"),
-        ("unknown", r"can't be imported: AttributeError.*PYTHONPATH"),
+        ("unknown", r"can't be imported: AttributeError"),
     ],
 )
 def test_a_bad_function_is_refused_with_step_and_reason(name: str, said: str) -> None:

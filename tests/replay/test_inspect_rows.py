@@ -160,7 +160,10 @@ def test_each_finished_cell_of_an_evaluation_has_a_log(tmp_path: Path) -> None:
 
     write_atomic(folder.plan_json, msgspec.json.encode(Plan(cells=tuple(cells))))
     folder.cell("one").mkdir(parents=True)
-    write_samples(folder.samples_file("one"), [evaluated(0), evaluated(1, verdict=Verdict.CRASHED)])
+    write_samples(
+        folder.samples_file("one"),
+        [evaluated(0), evaluated(1, verdict=Verdict.CRASHED, answer=Verdict.CRASHED)],
+    )
     (path,) = logs.evaluation_logs(folder)
     assert path == folder.cell("one") / "one.eval"
     right, lost = contents(path)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ....common import disk
-from ....common.errors import ConfigError, DataError
+from ....common.errors import ConfigError, DataError, TandemError
 from ....common.plain import read_object
 from ....common.run_folder import RunFolder, read_stages, write_atomic
 from ...board.lines import await_reader
@@ -305,12 +305,16 @@ def run_words(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool =
     """
     disk.keep_streams()
     preset, overrides = open_preset(words, offline=offline)
-    if preset.stages:
-        command = "offline" if offline else "start"
-        code = _run_stages(preset, overrides, command=command, fresh=fresh, plain=plain)
-    else:
-        opening = open_run(preset, overrides, fresh=fresh, offline=offline)
-        code = run_job(preset, opening, Terminal(plain=plain))
+    try:
+        if preset.stages:
+            command = "offline" if offline else "start"
+            code = _run_stages(preset, overrides, command=command, fresh=fresh, plain=plain)
+        else:
+            opening = open_run(preset, overrides, fresh=fresh, offline=offline)
+            code = run_job(preset, opening, Terminal(plain=plain))
+    except TandemError:
+        await_reader()
+        raise
     if not was_stopped(code):
         # Whoever stops a run by a signal, as a scheduler does, waits for its end.
         await_reader()

@@ -246,6 +246,7 @@ def test_lines_that_an_output_takes_late_are_printed_before_the_end() -> None:
 
 UNREAD = """
 import fcntl, sys
+from tandem.common.errors import TandemError
 from tandem.launch import cli
 from tandem.launch.board import lines
 from tandem.launch.run.several import stages
@@ -259,6 +260,8 @@ def run(preset, opening, terminal):
     for number in range(30):
         terminal.say(f"{number:0900}")
     print("went on", file=sys.stderr, flush=True)
+    if sys.argv[1] == "1":
+        raise TandemError("a part has failed")
     return int(sys.argv[1])
 
 

@@ -243,7 +243,7 @@ def test_the_password_of_redis_is_not_handed_on(
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("my_callbacks:missing", "has no attribute 'missing'.*PYTHONPATH"),
+        ("my_callbacks:missing", "has no attribute 'missing'"),
         ("elsewhere:one", "No module named 'elsewhere'"),
         ("broken:one", "OSError: no display"),
         ("large:one", "MemoryError"),

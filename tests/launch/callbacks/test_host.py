@@ -217,7 +217,7 @@ def test_a_damaged_file_of_tallies_is_a_warning_at_the_start(
     (told,) = switched_off(config("note"), folder)
     assert told.startswith("warning: the callbacks aren't called: ")
     assert f"{folder.callbacks} is damaged" in told
-    assert told.endswith("remove it, and the counts begin anew")
+    assert told.endswith("remove it and start again: the counts begin anew")
 
 
 def test_a_process_that_cannot_be_started_for_a_while_switches_nothing_off(

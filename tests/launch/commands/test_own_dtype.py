@@ -58,10 +58,12 @@ def test_on_a_cpu_a_model_is_loaded_as_it_is_stored_where_that_is_fast(
 @pytest.mark.parametrize(
     ("stored", "capability", "dtype"),
     [
-        ("bfloat16", "8.0\\n9.0", "bfloat16"),
-        ("bfloat16", "9.0\\n7.5", "float32"),
-        ("bfloat16", "[N/A]", "bfloat16"),
-        ("float16", "7.5", "float16"),
+        ("bfloat16", "0, 8.0, GPU-a\\n1, 9.0, GPU-b", "bfloat16"),
+        ("bfloat16", "0, 9.0, GPU-a\\n1, 7.5, GPU-b", "float32"),
+        # The mask leaves the first two.
+        ("bfloat16", "0, 9.0, GPU-a\\n1, 8.0, GPU-b\\n2, 7.5, GPU-c", "bfloat16"),
+        ("bfloat16", "0, [N/A], GPU-a", "bfloat16"),
+        ("float16", "0, 7.5, GPU-a", "float16"),
     ],
 )
 def test_on_a_gpu_a_model_is_loaded_as_it_is_stored_where_that_is_fast(
@@ -72,6 +74,7 @@ def test_on_a_gpu_a_model_is_loaded_as_it_is_stored_where_that_is_fast(
     program.write_text(f'#!/bin/sh\nprintf "{capability}\\n"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert serve._of_model(folder(tmp_path, stored), [], None).engine_dtype == dtype
 
 

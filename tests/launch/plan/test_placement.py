@@ -133,7 +133,8 @@ def test_gpus_that_are_too_few_for_an_automatic_choice_are_told_with_the_way_out
     told = placement.gpus_left_idle(config, one)
     assert told is not None
     assert re.search(
-        r"needs 2 GPUs .* this machine has 1 .* runs on CPUs: set launch.share_gpu=true", told
+        r"needs 2 GPUs .* this machine has 1 .* so the run is on CPUs: set launch.share_gpu=true",
+        told,
     )
     # There is nothing to share where the ranks alone are too many.
     told = placement.gpus_left_idle(

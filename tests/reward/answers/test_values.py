@@ -61,6 +61,7 @@ def test_roots_are_equal_that_are_so_wherever_they_are_real(answer: str, gold: s
         ("\\sqrt{x^3}", "x^{3/2}", "correct"),
         ("\\sqrt[3]{x^2}", "x^{2/3}", "correct"),
         ("\\sqrt{x}", "\\sqrt{-x}", "wrong"),
+        ("\\sqrt{x-5}\\sqrt{(x-9)^2}", "\\sqrt{x-5}(x-9)", "wrong"),
         ("\\ln(1-x)", "\\ln(x-1)", "wrong"),
     ],
 )
@@ -69,6 +70,18 @@ def test_where_logarithms_and_powers_are_not_real_nothing_is_refused(
 ) -> None:
     assert same(answer, gold) is None
     assert compare(answer, gold) == verdict
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("\\sqrt{x^2-4}", "\\sqrt{x-2}\\sqrt{x+2}"),
+        ("\\sqrt{x-5}\\sqrt{x+5}", "\\sqrt{x^2-25}"),
+        ("(x-4)\\sqrt{x-4}", "\\sqrt{(x-4)^3}"),
+    ],
+)
+def test_roots_that_are_real_only_far_from_0_are_compared_there(answer: str, gold: str) -> None:
+    assert same(answer, gold) is True
 
 
 @pytest.mark.parametrize(

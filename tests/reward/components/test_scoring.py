@@ -261,6 +261,13 @@ def test_a_component_that_cannot_be_made_is_a_config_error(
         component(name, params)
 
 
+def test_whole_numbers_and_0_and_1_are_taken_as_yaml_of_others_has_them() -> None:
+    component("cosine_length", {"max_length": 1000.0})
+    component("cosine_tutorial", {"clamp": 1})
+    with pytest.raises(ConfigError, match="got `float`"):
+        component("cosine_length", {"max_length": 1000.5})
+
+
 # --- composition ------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -441,6 +442,15 @@ def test_what_nobody_vouches_for_is_done_again_and_answered_as_if_once(serving: 
 
     scenario(serving, body)
     scenario(serving, body, vouch=twice)
-    assert answers[1] == answers[0]
+    # The last bits of a log-prob depend on what else is in its batch.
+    numbers: list[list[float]] = [[], []]
+    texts = [
+        json.loads(
+            json.dumps(one), parse_float=lambda number, into=into: into.append(float(number))
+        )
+        for one, into in zip(answers, numbers, strict=True)
+    ]
+    assert texts[1] == texts[0]
+    assert numbers[1] == pytest.approx(numbers[0], abs=1e-4)
     # What is sampled on either route, and what is scored.
     assert done == 3
