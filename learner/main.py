@@ -22,11 +22,12 @@ from .engine.memory import MemoryWatch, load_libraries
 from .engine.zero import deepspeed_for
 from .loop.stop_signal import StopSignal
 from .loop.trainer import Trainer
+from .objectives.configured import check_own
 from .ranks import Leader, follow
 from .rendezvous import Seat, device_of, process_group
 from .resume.checkpoints import what_is_left
 from .resume.far_files import CheckpointFiles
-from .updates.updates import Updates, check_own
+from .updates.updates import Updates
 
 
 def main(

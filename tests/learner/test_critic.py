@@ -23,8 +23,9 @@ from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.loop.saving import size_of
 from tandem.learner.losses.returns import explained_variance, whitened
 from tandem.learner.objectives import make
+from tandem.learner.objectives.configured import objective_of
 from tandem.learner.rows.groups import MixedGroup
-from tandem.learner.updates.updates import Updates, objective_of
+from tandem.learner.updates.updates import Updates
 
 pytestmark = pytest.mark.usefixtures("group")
 CPU = torch.device("cpu")

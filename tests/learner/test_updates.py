@@ -20,8 +20,9 @@ from tandem.common.records import FinishReason, Group, Sample, SamplingParams, S
 from tandem.learner.engine.critic import CriticEngine
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.objectives import Grpo, Objective, make
+from tandem.learner.objectives.configured import check_own, objective_of
 from tandem.learner.rows.groups import MixedGroup
-from tandem.learner.updates.updates import Updates, check_own, objective_of
+from tandem.learner.updates.updates import Updates
 
 pytestmark = pytest.mark.usefixtures("group")
 
