@@ -220,7 +220,8 @@ echo "${SRUN_CPUS_PER_TASK-none}" >> "$STAGE/cpus"
 trap 'echo told >> "$STAGE/told"; sleep 0.3; exit "$STAGE_DRAINED"' TERM
 echo up >> "$STAGE/up"
 for ((i = 0; i < 600; i++)); do
-    [ -e "$STAGE/end" ] && exit "$(cat "$STAGE/end")"
+    # No process of its own reads it, since Slurm's signal would end that one too.
+    [ -e "$STAGE/end" ] && { read -r code < "$STAGE/end"; exit "$code"; }
     sleep 0.05
 done
 """
