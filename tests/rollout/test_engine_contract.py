@@ -409,7 +409,8 @@ def test_abort_yields_partial_samples(new_engine: NewEngine, tiny: Any, repeatab
         length = len(partial.tokens)
         assert partial.tokens.tolist() == full.tokens[:length].tolist()
         assert not np.isnan(partial.logprobs).any()
-        assert [(s.start, s.end) for s in partial.spans] == [(0, length)]
+        # vLLM may have begun one of them with no token yet.
+        assert [(s.start, s.end) for s in partial.spans] == ([(0, length)] if length else [])
 
 
 def test_a_group_aborted_before_its_turn_has_samples_without_own_tokens(
