@@ -66,18 +66,12 @@ def read_gold(gold: str) -> Gold:
         normalised=normalised,
         canonical=canonical(normalised),
         number=number,
-        letter=option_letter(text) or _small_option(text),
+        letter=option_letter(text),
         words=_words(text, normalised),
         collection=structure.collection(normalised),
         dangerous=dangerous(text),
         any_of=any_of,
     )
-
-
-def _small_option(text: str) -> str | None:
-    """``C`` for ``(c)``: in brackets a small letter is an option too."""
-    match = re.fullmatch(r"(?:\\text\{)?\(([a-j])\)\}?", text)
-    return match[1].upper() if match else None
 
 
 def _alternatives(text: str) -> tuple[str, ...]:
