@@ -25,7 +25,7 @@ from ...common.printable import printable
 from ...common.run_folder import RunFolder, existing, write_atomic
 from ..progress import Progress
 from ..wording import shown
-from .options import in_own_dtype, output_file
+from .options import in_own_dtype, model_settings, output_file
 
 if TYPE_CHECKING:
     from ...common.config import Config, EvalSetConfig, EvaluateConfig
@@ -526,7 +526,9 @@ def _config(
     plain = {"run": {"steps": 1}, "data": {"train": [{"path": data}]}}
     config = build(plain, overrides)
     # An endpoint's models are in whatever it has loaded.
-    return (config if arguments.endpoint else in_own_dtype(config, models)), None
+    if arguments.endpoint:
+        return config, None
+    return in_own_dtype(config, map(model_settings, models)), None
 
 
 def _run_of(models: Sequence[str], *, has_preset: bool) -> RunFolder | None:

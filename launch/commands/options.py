@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,14 +149,18 @@ def model_settings(model: str) -> dict[str, Any]:
     return settings
 
 
-def in_own_dtype(config: Config, models: Sequence[str]) -> Config:
+def in_own_dtype(config: Config, settings: Iterable[Mapping[str, Any]]) -> Config:
     """The config with the dtype of the models' own ``config.json`` where no setting names one.
 
     It is float32 where models differ or name none, and on a CPU or GPU that is slow in theirs.
+
+    Args:
+        config: the config.
+        settings: :func:`model_settings` of each model, which are read only if they are needed.
     """
     if "dtype" in config.model.model_fields_set or config.rollout.dtype is not None:
         return config
-    stored = {_stored_dtype(model_settings(model)) for model in models}
+    stored = set(map(_stored_dtype, settings))
     dtype = stored.pop() if len(stored) == 1 else "float32"
     if dtype != "float32":
         # The environment is read when torch is loaded.
@@ -174,7 +178,7 @@ def in_own_dtype(config: Config, models: Sequence[str]) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 
-def _stored_dtype(settings: dict[str, Any]) -> str:
+def _stored_dtype(settings: Mapping[str, Any]) -> str:
     text = settings.get("text_config")
     for part in (settings, text if isinstance(text, dict) else {}):
         dtype = part.get("dtype") or part.get("torch_dtype")

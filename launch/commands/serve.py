@@ -8,8 +8,9 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError, DataError, StoreError
 from ...common.run_folder import JoinInfo, RunFolder, existing
@@ -186,19 +187,19 @@ def _of_model(model: str, overrides: list[str], context: int | None) -> Config:
     config = build(tree, overrides, stored=stored)
     named = config.model.model_copy(update={"path": model})
     config = config.model_copy(update={"model": named})
-    limit = _limit(model)
+    settings = model_settings(model)
+    limit = _limit(settings)
     if limit is None and context is None:
         raise ConfigError(f"{model} doesn't say how long its context is: give --context N")
     if limit is not None and context is not None and context > limit:
         raise ConfigError(f"--context {context}: {model} has a context of {limit} tokens")
     if not stored:
-        config = in_own_dtype(config, [model])
+        config = in_own_dtype(config, [settings])
     return _with_context(config, context or limit or 0)
 
 
-def _limit(model: str) -> int | None:
-    """Tokens of a model's context; None if it doesn't say."""
-    settings = model_settings(model)
+def _limit(settings: Mapping[str, Any]) -> int | None:
+    """Tokens of a model's context by its ``config.json``; None if it doesn't say."""
     text = settings.get("text_config")
     limit = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
     return limit if isinstance(limit, int) else None
