@@ -263,8 +263,8 @@ class Server:
                 # Not all at once: what failed together would come back together.
                 share = random.uniform(0.0, 0.25)
                 pause = _pause(asked.attempts)
-                least = min(LONGEST_PAUSE, error.after + share * pause if error.after else 0.0)
-                due = now + max(pause * (1.0 - share), least)
+                asked_for = min(LONGEST_PAUSE, error.after + share * pause)
+                due = now + max(pause * (1.0 - share), asked_for)
                 self._number += 1
                 heapq.heappush(self._later, (due, self._number, asked))
                 continue
