@@ -172,6 +172,15 @@ def test_a_terminal_that_takes_nothing_holds_nobody_up(start: Start, script: Pat
     assert shows("message 499", "said after")(view.text())
 
 
+def unread(program: str, *words: int) -> subprocess.Popen[bytes]:
+    """A program whose lines nobody reads, unless the test does."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
 def test_an_output_that_takes_nothing_holds_nobody_up() -> None:
     program = (
         "import sys\n"
@@ -184,9 +193,7 @@ def test_an_output_that_takes_nothing_holds_nobody_up() -> None:
         "print('went on', file=sys.stderr)\n"
     )
     # Nobody reads the pipe, as behind `| less`; it takes 64 KiB.
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with unread(program) as process:
         assert process.stderr is not None
         assert process.stdout is not None
         try:
@@ -232,9 +239,7 @@ def test_lines_that_an_output_takes_late_are_printed_before_the_end() -> None:
         "lines.PATIENCE_SECONDS = 60.0\n"
         "print('went on', file=sys.stderr, flush=True)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with unread(program) as process:
         assert process.stderr is not None
         assert process.stdout is not None
         assert process.stderr.readline() == b"went on\n"
@@ -244,6 +249,7 @@ def test_lines_that_an_output_takes_late_are_printed_before_the_end() -> None:
     assert lines[-1] == f"{299:0900}"
 
 
+# `tandem start` of a run that ends with the code that is named, or fails.
 UNREAD = """
 import fcntl, sys
 from tandem.common.errors import TandemError
@@ -270,16 +276,9 @@ sys.exit(cli.main(["start", "--plain", "run.dir=no-such-run"]))
 """
 
 
-def unread(code: int) -> subprocess.Popen[bytes]:
-    """`tandem start` of a run that ends with this code while nobody reads most of its lines."""
-    return subprocess.Popen(
-        [sys.executable, "-c", UNREAD, str(code)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_commands_last_lines_wait_for_their_reader(code: int) -> None:
-    with unread(code) as process:
+    with unread(UNREAD, code) as process:
         assert process.stderr is not None
         assert process.stdout is not None
         assert process.stderr.readline() == b"went on\n"
@@ -291,7 +290,7 @@ def test_a_commands_last_lines_wait_for_their_reader(code: int) -> None:
 
 
 def test_a_reader_that_goes_ends_the_wait_for_it() -> None:
-    with unread(0) as process:
+    with unread(UNREAD, 0) as process:
         assert process.stderr is not None
         assert process.stdout is not None
         assert process.stderr.readline() == b"went on\n"
@@ -301,7 +300,7 @@ def test_a_reader_that_goes_ends_the_wait_for_it() -> None:
 
 
 def test_ctrl_c_ends_the_wait_for_a_reader() -> None:
-    with unread(0) as process:
+    with unread(UNREAD, 0) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == b"went on\n"
         process.send_signal(signal.SIGINT)
@@ -310,7 +309,7 @@ def test_ctrl_c_ends_the_wait_for_a_reader() -> None:
 
 
 def test_a_command_that_was_stopped_waits_for_no_reader() -> None:
-    with unread(128 + signal.SIGTERM) as process:
+    with unread(UNREAD, 128 + signal.SIGTERM) as process:
         assert process.wait(60) == 128 + signal.SIGTERM
 
 
