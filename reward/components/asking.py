@@ -143,6 +143,17 @@ def whole(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
+def flag(name: str, value: object) -> bool:
+    """A parameter that is true or false.
+
+    Raises:
+        ValueError: it is anything else, such as the text "no".
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} should be true or false")
+    return value
+
+
 def text(name: str, value: object) -> str:
     """A parameter that is a text.
 

@@ -412,6 +412,7 @@ def test_a_pool_without_the_key_does_not_begin(server: JudgeProcess) -> None:
         ({"parallel": True}, "parallel=True should be"),
         ({"retries": -1}, "retries=-1"),
         ({"truncated": "no"}, "truncated='no'"),
+        ({"thoughts": "no"}, "thoughts='no' should be true or false"),
         ({"options": {"messages": []}}, "options.messages is a key that every request has"),
         ({"api_key_env": 5}, "isn't the name of an environment variable"),
         ({"unknown": 5}, "unknown parameter 'unknown'"),
@@ -431,6 +432,7 @@ def test_parameters_that_cannot_work_are_refused(params: dict[str, Any], told: s
         ({"low": 1}, "low and high, or neither"),
         ({"label": "good"}, "should be a place from 0"),
         ({"label": -1}, "should be a place from 0"),
+        ({"thoughts": 1}, "thoughts=1 should be true or false"),
     ],
 )
 def test_parameters_of_a_classifier_too(params: dict[str, Any], told: str) -> None:
