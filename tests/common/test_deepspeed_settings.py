@@ -84,6 +84,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
         'offload_optimizer.device="cpu" .*"none": .*set learner.offload',
     ),
+    "wrong names": (
+        {"zero_optimization": {"round_robin_gradients": True}},
+        "=true .* false: .*under another's name",
+    ),
     "disk": (
         {"zero_optimization": {"offload_param": {"nvme_path": "/x"}}},
         "nvme_path can't .*never on a disk",

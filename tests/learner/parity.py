@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from tandem.common.config import Config
 from tandem.learner.engine.critic import CriticEngine
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.rendezvous import Seat, process_group
+from tandem.learner.resume.state_files import POLICY, StateFiles
 from tandem.learner.updates.updates import Updates
 
 RATES = (20.0, 20.0, 1e6)
@@ -64,7 +67,6 @@ OVERLAY: dict[str, Any] = {
         "allgather_partitions": False,
         "allgather_bucket_size": 3000,
         "sub_group_size": 5000,
-        "round_robin_gradients": True,
         "ignore_unused_parameters": False,
         "memory_efficient_linear": False,
         "enable_sanity_checks": True,
@@ -218,8 +220,9 @@ def _put(parameters: dict[str, Tensor], values: dict[str, Tensor]) -> None:
 
 
 def measured(cell: Cell, ranks: int) -> dict[str, Any]:
-    """A cell's greatest relative errors of gradients' norms, of the last gradient and of its worst tensor; what
-    DeepSpeed says is offloaded; and the fewest micro-batches of an update on one rank. Collective."""
+    """A cell's greatest relative errors of gradients' norms, of the last gradient and of its worst tensor; the greatest
+    difference of what a checkpoint holds; what DeepSpeed says is offloaded; and the fewest micro-batches of an update
+    on one rank. Collective."""
     updates = started(cell, ranks)
     engine = updates.engine
     assert engine.policy.layout == cell.layout
@@ -250,9 +253,24 @@ def measured(cell: Cell, ranks: int) -> dict[str, Any]:
         "norm": max(norms),
         "gradient": max(errors),
         "tensor": max(tensors.values()),
+        "saved": saved(engine),
         "micro_batches": fewest,
         "offloaded": offloaded(engine),
     }
+
+
+def saved(engine: DeepSpeedEngine) -> float:
+    """The greatest difference between the policy's parameters and what a checkpoint has under their names. Collective."""
+    folder = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    engine.save(Path(folder[0]))
+    engine.barrier()
+    files = StateFiles(Path(folder[0]) / POLICY)
+    found = [float((files.whole(name) - held).abs().max()) for name, held in engine.parameters()]
+    engine.barrier()
+    if not engine.rank:
+        shutil.rmtree(folder[0])
+    return max(found)
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:

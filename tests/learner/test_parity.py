@@ -33,6 +33,7 @@ CELLS = [
 ]
 OF_TWO_RANKS = (
     *("1-optimizer-padded-critic", "2-optimizer-shared-policy", "3-parameters-shared-policy"),
+    "2-none-shared-policy-overlaid",
 )
 OVERLAID = [
     f"{stage}-{offload}-{layout}-overlaid"
@@ -74,6 +75,7 @@ def check(name: str, found: dict[str, Any]) -> None:
     assert found["offloaded"] == name.split("-")[1], name
     for what in ("norm", "gradient", "tensor"):
         assert found[what] < BOUND, (name, found)
+    assert found["saved"] == 0, (name, found)
 
 
 @pytest.mark.usefixtures("group")

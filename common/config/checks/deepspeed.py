@@ -163,7 +163,6 @@ TOP: Mapping[str, Any] = {
         "allgather_bucket_size": NUMBER,
         "overlap_comm": bool,
         "sub_group_size": NUMBER,
-        "round_robin_gradients": bool,
         "ignore_unused_parameters": bool,
         "memory_efficient_linear": bool,
         "log_trace_cache_warnings": bool,
@@ -322,6 +321,10 @@ OWNED: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
         _offloads("optimizer", "parameters"),
     ),
     "zero_optimization.offload_param.device": ("set learner.offload", _offloads("parameters")),
+    "zero_optimization.round_robin_gradients": (
+        "with true, DeepSpeed's own map of the parameters is wrong, and a checkpoint would hold each under another's name",
+        lambda config: False,
+    ),
     "fp16.enabled": ("set model.dtype", lambda config: config.model.dtype == "float16"),
     "bf16.enabled": ("set model.dtype", lambda config: config.model.dtype == "bfloat16"),
     "data_types.grad_accum_dtype": ("gradients are summed in float32", lambda config: "fp32"),
