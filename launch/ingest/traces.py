@@ -74,8 +74,7 @@ class TraceReader:
         if source.turns == "all":
             drafts = [draft for draft in drafts if self._told_apart(draft, counts)]
         rejects = self._config.learner.objective.rejects
-        if rejects:
-            drafts = [draft for draft in drafts if self._label_is_read(draft, counts)]
+        drafts = [draft for draft in drafts if self._is_read(draft, counts)]
         answered = []
         for draft in drafts:
             wanted = draft.row.content.label is not False or (rejects and draft.judged)
@@ -199,9 +198,13 @@ class TraceReader:
                 return False
         return True
 
-    def _label_is_read(self, draft: Draft, counts: SourceCounts) -> bool:
-        """False if the row has to be left out: its label would decide what is learned from it, and can't be read."""
-        error = unread_label(draft.row.raw, draft.row.content) if draft.judged else None
+    def _is_read(self, draft: Draft, counts: SourceCounts) -> bool:
+        """False if the row has to be left out: its response isn't read whole, or its label, which would decide what is
+        learned from it, can't be read."""
+        content = draft.row.content
+        error = content.unread
+        if error is None and draft.judged and self._config.learner.objective.rejects:
+            error = unread_label(draft.row.raw, content)
         if error is None:
             return True
         leave_out(self._config, draft, counts, error.reason, error)

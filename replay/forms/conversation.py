@@ -16,6 +16,7 @@ from typing import Any
 
 from .form import Form
 from .row import (
+    CONVERSATIONS,
     GOLDS,
     SOURCES,
     SYSTEM,
@@ -35,11 +36,11 @@ from .row import (
     present,
     source_of,
     truth,
+    unread,
     whole_messages,
     with_system,
 )
 
-CONVERSATIONS = ("messages", "conversations")
 TOOLS = "tools"
 """Column with the tools that a conversation is offered."""
 
@@ -109,6 +110,7 @@ def _content(
         ),
         turns=turns,
         tools=tools,
+        unread=unread(row, column) if target is not None and not turns else None,
     )
 
 

@@ -39,6 +39,7 @@ from .row import (
     prompt,
     response,
     text,
+    unread,
 )
 
 REQUIRED = ("data_source", "prompt", "reward_model")
@@ -56,6 +57,7 @@ def read(row: Mapping[str, Any]) -> Content:
         ability=ability(row),
         extra=_extra(row),
         target_logprobs=_logprobs(row) if target is not None else None,
+        unread=unread(row, "target") if target is not None else None,
     )
 
 

@@ -32,6 +32,7 @@ from .row import (
     question,
     source_of,
     text,
+    unread,
     with_history,
 )
 
@@ -65,6 +66,7 @@ def read(row: Mapping[str, Any]) -> Content:
         rejected=rejected,
         data_source=source_of(row),
         extra=others(row, (*used, "chosen", "rejected", *GOLDS, *SOURCES)),
+        unread=unread(row, "chosen") or unread(row, "rejected"),
     )
 
 

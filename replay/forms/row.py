@@ -13,10 +13,13 @@ from ...common.errors import DataError
 from ...common.records import Float32Array
 
 ROLES = ("system", "user", "assistant")
+CONVERSATIONS = ("messages", "conversations")
 TOOL = "tool"
 """The role of a message with a tool's result."""
 WEIGHT = "weight"
 """Key of an answer's message that says whether it is learned from, in OpenAI's format for fine-tuning."""
+UNREAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message under which an answer may say more than its content."""
 SHOWN = 60
 SOURCES = ("data_source", "dataset", "source", "problem_source")
 """Columns that may say where a row is from; the first one that isn't blank counts."""
@@ -66,6 +69,8 @@ class Content(Struct, frozen=True, kw_only=True, eq=False):
     calls, if all answers of a conversation are learned from; the prompt is then what stands before them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The tools that such a conversation is offered, in OpenAI's form."""
+    unread: RowError | None = None
+    """Why a response can't be learned from: its message says more than the content that was read. The prompt can be used."""
 
 
 class RowError(DataError):
@@ -290,6 +295,28 @@ def response(row: Mapping[str, Any], column: str) -> str:
     if found[0].role != "assistant":
         raise RowError(column, found[0].role, "isn't an assistant's message", "it must be one")
     return found[0].content
+
+
+def unread(row: Mapping[str, Any], column: str) -> RowError | None:
+    """The error of a response whose message has calls of tools, or thoughts that its content lacks; None for any other."""
+    said = row[column][-1] if isinstance(row.get(column), list) else None
+    if not isinstance(said, Mapping):
+        return None
+    for key in UNREAD:
+        more = _from_json(said.get(key))
+        if isinstance(more, str):
+            # Some writers have the thoughts in both places.
+            more = more.strip() if more.strip() not in str(said.get("content")) else ""
+        if isinstance(more, str | list | Mapping) and more:
+            way_out = "put it into the content as the model is to write it"
+            if column in CONVERSATIONS:
+                way_out = (
+                    f"set turns=all, with which the model's chat template writes it, or {way_out}"
+                )
+            return RowError(
+                f"{column}.{key}", said[key], "is a part of the answer that isn't read", way_out
+            )
+    return None
 
 
 def gold(value: Any, column: str) -> str:

@@ -934,6 +934,57 @@ def test_a_word_in_the_place_of_a_label_is_refused_where_labels_decide(made: Pat
     assert len(offline("sft").traces) == 2
 
 
+CALL = {"tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+THOUGHT = {"reasoning_content": "Why not?"}
+
+
+@pytest.mark.parametrize(("key", "more"), [("tool_calls", CALL), ("reasoning_content", THOUGHT)])
+@pytest.mark.parametrize("form", ["conversation", "preference", "prompt_response", "luffy"])
+def test_an_answer_is_not_learned_without_what_its_message_says_beside_its_content(
+    form: str, key: str, more: dict[str, Any], made: Path
+) -> None:
+    asked = {"role": "user", "content": "1+2=?<think>"}
+
+    def row(more: dict[str, Any]) -> dict[str, Any]:
+        said = [{"role": "assistant", "content": "3", **more}]
+        return {
+            "conversation": {"messages": [asked, *said], "gold": "3"},
+            "preference": {
+                "prompt": [asked],
+                "chosen": [{**said[0], "content": "4"}],
+                "rejected": said,
+            },
+            "prompt_response": {"prompt": [asked], "completion": said, "gold": "3"},
+            "luffy": {
+                "data_source": "own",
+                "prompt": [asked],
+                "target": said,
+                "reward_model": {"ground_truth": "3"},
+            },
+        }[form]
+
+    # Values that say nothing more.
+    no_more = [{}, {"tool_calls": []}, {"tool_calls": None}, {"reasoning_content": " "}]
+    own_rows(made, row(more), *map(row, no_more))
+    accepts = "expert.accept=[correct, unparsable]"
+    found = offline("dpo" if form == "preference" else "sft", accepts)
+    assert {trace.problem_id for trace in found.traces} == {f"own/{n}" for n in range(1, 5)}
+    (reason,) = found.counts["own"].bad_rows.counts
+    assert reason.endswith(f".{key} is a part of the answer that isn't read")
+    way_out = "set turns=all" if form == "conversation" else "put it into the content"
+    assert way_out in found.counts["own"].bad_rows.first[reason]
+    if form != "preference":
+        # Nothing is wrong with the question.
+        unused = ["expert.per_group=0", "data.train=[{path: d/own.jsonl}]", "data.evaluate=[]"]
+        assert len(prepared(*unused).problems) == 5
+
+
+def test_thoughts_that_the_content_repeats_are_read(made: Path) -> None:
+    answer = {"role": "assistant", "content": "Why not?</think>3", "reasoning_content": "Why not?"}
+    own_rows(made, {"messages": [{"role": "user", "content": "1+2=?<think>"}, answer]})
+    assert [trace.text for trace in offline("sft").traces] == [answer["content"]]
+
+
 def test_a_labelled_row_among_pairs_needs_an_advantage_of_its_own(made: Path) -> None:
     """It is alone in its group, so a group's mean would give it the advantage 0."""
     own_rows(made, PAIR)
