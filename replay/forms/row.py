@@ -69,6 +69,9 @@ class Content(Struct, frozen=True, kw_only=True, eq=False):
     calls, if all answers of a conversation are learned from; the prompt is then what stands before them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The tools that such a conversation is offered, in OpenAI's form."""
+    beside: tuple[Mapping[str, Any], ...] = ()
+    """What the prompt's last messages have beside role and content, such as a weight of 0, one for each; empty if none has
+    anything. Only a conversation that is written needs it."""
     unread: RowError | None = None
     """Why a response can't be learned from: its message says more than the content that was read. The prompt can be used."""
 

@@ -188,6 +188,29 @@ VERL = {
 """What verl's rows of GSM8K have in ``extra_info``."""
 
 
+@pytest.mark.parametrize("name", ["b.jsonl", "b.parquet"])
+def test_a_conversation_keeps_what_its_earlier_messages_have_beside_their_content(
+    name: str, here: Path
+) -> None:
+    asked = {"role": "user", "content": "2+2?", "name": "Ann"}
+    wrong = {"role": "assistant", "content": "5", "weight": 0}
+    right = {"role": "assistant", "content": "4"}
+    chat = {"messages": [asked, wrong, asked, right]}
+    shared = {
+        "conversations": [
+            {"from": "human", "value": "2+2?"},
+            {"from": "gpt", "value": "5", "weight": 0},
+            {"from": "human", "value": "Sure?"},
+            {"from": "gpt", "value": "4"},
+        ]
+    }
+    write_lines(here / "a.jsonl", [chat, {**chat, "system": "Add."}, shared])
+    assert main(["ingest", "a.jsonl", "--write", name, "--as", "conversation"]) == 0
+    rows = [row.content.turns for row in read_rows(here / name, whole=True)]
+    assert [[one.get("weight") for one in turns] for turns in rows] == [[0, None, None]] * 3
+    assert [turns[1].get("name") for turns in rows] == ["Ann", "Ann", None]
+
+
 @pytest.mark.parametrize("form", ["conversation", "prompt_response", "question_answer", "prompt"])
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_a_rows_other_columns_do_not_make_it_one_of_another_form(
