@@ -266,7 +266,7 @@ def _own(
         if made is None:
             raise RowError("row", row, f"was left out by {name}", "return a mapping to keep it")
         if isinstance(made, Content):
-            return made
+            return msgspec.structs.replace(made, kept_whole=tuple(made.extra))
         if not isinstance(made, Mapping):
             raise RowError("row", made, f"is what {name} returned", "return a mapping or None")
         fits = _only(_matching(made))

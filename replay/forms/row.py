@@ -29,8 +29,6 @@ SYSTEM = "system"
 """Column that may hold the system message of a prompt."""
 HISTORY = "history"
 """Column that may hold the turns before a question."""
-MAX_EXTRA = 1_000
-"""Longest extra column that is kept, in characters of its JSON."""
 DEEPEST = 6
 """Levels of nesting of a column that is kept; a record may have eight."""
 
@@ -61,7 +59,9 @@ class Content(Struct, frozen=True, kw_only=True, eq=False):
     ability: str = "math"
     """What the row exercises."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Other columns, as plain values; None for an absent value."""
+    """Other columns, as plain values of any length; None for an absent value."""
+    kept_whole: Collection[str] = ()
+    """Those of them that a problem keeps however long they are."""
     target_logprobs: Float32Array | None = None
     """``[tokens of the target + 1]`` nats, under the expert's own tokenizer; None if unknown."""
     turns: tuple[Mapping[str, Any], ...] = ()
@@ -432,15 +432,12 @@ def _is_blank(value: Any) -> bool:
 
 
 def others(row: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:
-    """The row's other columns as plain values, without empty, very long and very deep ones."""
-    kept = {}
-    for name, value in row.items():
-        if name in used or is_missing(value) or is_deeper(value):
-            continue
-        simple = plain(value)
-        if len(simple if isinstance(simple, str) else json.dumps(simple)) <= MAX_EXTRA:
-            kept[str(name)] = simple
-    return kept
+    """The row's other columns as plain values, without empty and very deep ones."""
+    return {
+        str(name): plain(value)
+        for name, value in row.items()
+        if not (name in used or is_missing(value) or is_deeper(value))
+    }
 
 
 def plain(value: Any, *, travels: bool = True) -> Any:

@@ -188,6 +188,15 @@ VERL = {
 """What verl's rows of GSM8K have in ``extra_info``."""
 
 
+@pytest.mark.parametrize("form", ["prompt", "luffy", "conversation"])
+def test_long_columns_are_written_whole(form: str, here: Path) -> None:
+    tests = [f"assert f({n}) == {n}" for n in range(200)]
+    write_lines(here / "a.jsonl", [{"prompt": "Write f", "gold": "f", "tests": tests}])
+    assert main(["ingest", "a.jsonl", "--write", "b.jsonl", "--as", form]) == 0
+    (row,) = read_rows(here / "b.jsonl")
+    assert row.content.extra["tests"] == tests
+
+
 @pytest.mark.parametrize("name", ["b.jsonl", "b.parquet"])
 def test_a_conversation_keeps_what_its_earlier_messages_have_beside_their_content(
     name: str, here: Path
