@@ -629,6 +629,18 @@ def test_a_run_does_not_go_on_with_other_held_out_problems(made: Path, here: Pat
     assert "(data.evaluate heldout): restore them" in said
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_does_not_go_on_with_other_log_probs_of_its_traces(
+    made: Path, here: Path, capsys
+) -> None:
+    with_probabilities(made, "", 0)
+    words = begun(here, "data.train=[{path: d/own.jsonl}]")
+    row = json.loads((made / "own.jsonl").read_text())
+    own_rows(made, {**row, "target_probs": [0.5 for _ in row["target_probs"]]})
+    assert main(["start", *words]) != 0
+    assert "(data.train's labels and log-probs): restore them" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there(made: Path, here: Path, capsys) -> None:
     assert "d/none.parquet is missing" in refused(
         capsys, here, *PLAIN, "data.train.1.path=d/none.parquet"
@@ -906,6 +918,15 @@ def test_labels_are_verdicts(made: Path) -> None:
         ("wrong", -1.0),
     ]
     assert [text for _, text, *_ in judged(offline("sft"))] == ["1"]
+
+
+def test_other_labels_are_other_data(made: Path) -> None:
+    digests = []
+    for label in (True, False):
+        rows = [{"prompt": f"{n}+2=?<think>", "completion": "3"} for n in range(2)]
+        own_rows(made, {**rows[0], "label": label}, {**rows[1], "label": not label})
+        digests.append(offline("kto", "learner.objective.advantage=none").other_digests)
+    assert digests[0] != digests[1]
 
 
 def test_a_response_that_is_labelled_false_is_wrong_whatever_its_columns_are_called(
