@@ -235,9 +235,12 @@ class TraceReader:
             draft.rejected = _as_judged(replace(trace, trace_id=f"{trace.problem_id}#1"), False)
             counts.ungraded_traces += 1
 
-    @staticmethod
-    def _continued(draft: Draft, text: str) -> str:
-        """A response without the opener that the prompt ends with already, and the space that the prompt has behind it."""
+    def _continued(self, draft: Draft, text: str) -> str:
+        """A response without what the prompt ends with already: the prefill, or an opener of thoughts and the space that
+        the prompt has behind it."""
+        prefill = self._config.data.prefill
+        if prefill and text.startswith(prefill):
+            return text.removeprefix(prefill)
         opened, said = draft.text.rstrip(), text.lstrip()
         if not (opened.endswith(OPENER) and said.startswith(OPENER)):
             return text

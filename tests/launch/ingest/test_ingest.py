@@ -342,6 +342,9 @@ def test_the_opener_that_the_prompt_ends_with_is_taken_off_the_trace(made: Path)
 @pytest.mark.parametrize(
     ("prefill", "written", "learned"),
     [
+        ("Sum: ", "Sum: 7", "7"),
+        ("Sum: ", "7", "7"),
+        ("<think>\nSo ", "<think>\nSo 7", "7"),
         ("<think>\n", "<think>\n7", "7"),
         ("<think>\n", "<think>7", "7"),
         ("<think>\n", "<think> 7", "7"),
