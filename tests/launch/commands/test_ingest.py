@@ -89,6 +89,21 @@ def test_columns_of_several_kinds_are_written_as_text(here: Path) -> None:
     assert marks == ["3", "a", None, "[1]"]
 
 
+def test_fractions_and_whole_numbers_that_no_float_holds_are_written_as_text(here: Path) -> None:
+    most = (1 << 53) + 1
+    numbers = [(0.5, 1, 1), (most, most, 0.5)]
+    rows = [
+        {**ROWS["question_answer"](n), "mixed": mixed, "large": large, "small": small}
+        for n, (mixed, large, small) in enumerate(numbers)
+    ]
+    write_lines(here / "a.jsonl", rows)
+    assert main(["ingest", "a.jsonl", "--write", "b.parquet", "--as", "question_answer"]) == 0
+    extras = [row.content.extra for row in read_rows(here / "b.parquet")]
+    assert [extra["mixed"] for extra in extras] == ["0.5", str(most)]
+    assert [extra["large"] for extra in extras] == [1, most]
+    assert [extra["small"] for extra in extras] == [1.0, 0.5]
+
+
 def test_inner_values_of_several_kinds_are_written_as_text_too(here: Path) -> None:
     infos: list[Any] = [
         {"level": 3, "index": 1, "of": {"year": 2024}},
