@@ -94,6 +94,10 @@ class RowError(DataError):
         super().__init__(f"column {column}: {shown} {what}: {way_out}")
 
 
+class UnwantedRow(RowError):
+    """A row that a form of the user's own leaves out. Nothing is wrong with it."""
+
+
 def text(row: Mapping[str, Any], column: str) -> str:
     """A column's text, which must not be blank."""
     value = row.get(column)

@@ -501,6 +501,11 @@ def test_a_form_can_be_a_function_of_the_users(tmp_path: Path, monkeypatch: pyte
     }
     with pytest.raises(ConfigError, match="own_forms:write"):
         list(read_rows(path, "own_forms:write"))
+    # Where bad rows are refused, what the function leaves out on purpose is none of them.
+    left_out = LeftOut()
+    with pytest.raises(DataError, match=r"row 3, .* was refused by own_forms:read: KeyError"):
+        list(read_rows(path, "own_forms:read", left_out, refuses=True))
+    assert left_out.counts == {"row was left out by own_forms:read": 1}
 
 
 def test_numbers_beyond_64_bits_stay_numbers_where_a_template_writes_them(tmp_path: Path):
