@@ -21,6 +21,8 @@ from ...replay.forms import DataRow, RowError
 from ...replay.forms.row import DEEPEST, is_deeper, plain
 from ...reward.grading import Grader
 
+MAX_EXTRA = 1_000
+"""Longest column that is kept for other rewards, in characters of its JSON."""
 MAX_COLUMN = 20_000
 """Longest column that is kept for functions, in characters of its JSON."""
 OWN_TO_TRAINING = frozenset(("prompt", "completion", "completion_ids", "messages", "conversations"))
@@ -95,7 +97,7 @@ def task_of(
 
 
 def with_tests(row: DataRow, grader: Grader) -> DataRow:
-    """The row with the tests that the reward runs, however long: forms keep no long columns, and not every form any."""
+    """The row with the tests that the reward runs: not every form keeps other columns."""
     extra = row.content.extra
     if grader.has_tests(extra):
         return row
@@ -122,7 +124,13 @@ def extra_of(
     extra: dict[str, Any] = {}
     if grader.wants_columns:
         extra |= _columns(row.raw)
-    extra |= content.extra
+    extra |= {
+        name: value
+        for name, value in content.extra.items()
+        if name in content.kept_whole
+        or _size(value) <= MAX_EXTRA
+        or grader.has_tests({name: value})
+    }
     if grader.wants_messages or messages:
         asked = [{"role": m.role, "content": m.content} for m in content.prompt]
         extra[PROMPT_MESSAGES] = prompts.conversation(asked, data) if asked else []
@@ -137,10 +145,14 @@ def _columns(raw: Mapping[str, Any]) -> dict[str, Any]:
         if str(name) in OWN_TO_TRAINING or value is None or is_deeper(value):
             continue
         simple = plain(value)
-        size = len(simple if isinstance(simple, str) else json.dumps(simple))
-        if size <= MAX_COLUMN:
+        if _size(simple) <= MAX_COLUMN:
             kept[str(name)] = simple
     return kept
+
+
+def _size(value: Any) -> int:
+    """Characters of a plain value's JSON."""
+    return len(value if isinstance(value, str) else json.dumps(value))
 
 
 def broken(gold: str) -> bool:

@@ -280,6 +280,8 @@ def prepare(
     others = {f"data.evaluate {name}": _digest_of(held) for name, held in evaluate.items()}
     if config.data.archive is not None:
         others["data.archive"] = _archive_digest(config.data.archive)
+    # Apart from the digest of problems and traces, which runs of older versions have without them.
+    others["data.train's labels and log-probs"] = _digest_of_given(traces)
     digest = hashlib.blake2b(digest_size=16)
     problem_bytes = 0
     for problem in problems:
@@ -310,6 +312,18 @@ def _digest_of(problems: Sequence[Problem]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for problem in problems:
         digest.update(wire.encode(problem))
+    return digest.hexdigest()
+
+
+def _digest_of_given(traces: Sequence[ExpertTrace]) -> str:
+    """Digest of what the data say of traces: their own verdicts, and the recorded log-probs."""
+    digest = hashlib.blake2b(digest_size=16)
+    for trace in traces:
+        if trace.grader is None or trace.logprobs is not None:
+            verdict = trace.verdict.value if trace.grader is None else ""
+            digest.update(f"{trace.trace_id} {verdict} ".encode())
+        if trace.logprobs is not None:
+            digest.update(trace.logprobs.tobytes())
     return digest.hexdigest()
 
 

@@ -159,11 +159,11 @@ class SourceReader:
             excluded: why a row isn't wanted, whatever it holds; None = it is. Such a row doesn't count for the limit.
         """
         name = source.short_name
-        left_out = None if self._config.data.bad_rows == "refuse" else counts.bad_rows
+        refuses = self._config.data.bad_rows == "refuse"
         whole = getattr(source, "turns", "last") == "all"
         if whole:
             turns.check(self._config, self._tokenizer)
-        rows = read_rows(file, source.form, left_out, whole=whole)
+        rows = read_rows(file, source.form, counts.bad_rows, whole=whole, refuses=refuses)
         limit = source.limit if getattr(source, "seed", None) is None else None
         done = 0
         for drafts in self._rendered_chunks(rows, file, counts, excluded, ahead=limit is None):

@@ -74,8 +74,7 @@ class TraceReader:
         if source.turns == "all":
             drafts = [draft for draft in drafts if self._told_apart(draft, counts)]
         rejects = self._config.learner.objective.rejects
-        if rejects:
-            drafts = [draft for draft in drafts if self._label_is_read(draft, counts)]
+        drafts = [draft for draft in drafts if self._is_read(draft, counts)]
         answered = []
         for draft in drafts:
             wanted = draft.row.content.label is not False or (rejects and draft.judged)
@@ -199,9 +198,13 @@ class TraceReader:
                 return False
         return True
 
-    def _label_is_read(self, draft: Draft, counts: SourceCounts) -> bool:
-        """False if the row has to be left out: its label would decide what is learned from it, and can't be read."""
-        error = unread_label(draft.row.raw, draft.row.content) if draft.judged else None
+    def _is_read(self, draft: Draft, counts: SourceCounts) -> bool:
+        """False if the row has to be left out: its response isn't read whole, or its label, which would decide what is
+        learned from it, can't be read."""
+        content = draft.row.content
+        error = content.unread
+        if error is None and draft.judged and self._config.learner.objective.rejects:
+            error = unread_label(draft.row.raw, content)
         if error is None:
             return True
         leave_out(self._config, draft, counts, error.reason, error)
@@ -232,9 +235,12 @@ class TraceReader:
             draft.rejected = _as_judged(replace(trace, trace_id=f"{trace.problem_id}#1"), False)
             counts.ungraded_traces += 1
 
-    @staticmethod
-    def _continued(draft: Draft, text: str) -> str:
-        """A response without the opener that the prompt ends with already, and the space that the prompt has behind it."""
+    def _continued(self, draft: Draft, text: str) -> str:
+        """A response without what the prompt ends with already: the prefill, or an opener of thoughts and the space that
+        the prompt has behind it."""
+        prefill = self._config.data.prefill
+        if prefill and text.startswith(prefill):
+            return text.removeprefix(prefill)
         opened, said = draft.text.rstrip(), text.lstrip()
         if not (opened.endswith(OPENER) and said.startswith(OPENER)):
             return text

@@ -33,7 +33,7 @@ from . import (
 )
 from .files import Raw, data_files, raw_rows
 from .form import Form
-from .row import Content, Message, RowError
+from .row import Content, Message, RowError, UnwantedRow
 
 __all__ = [
     "FORMS",
@@ -101,7 +101,12 @@ class LeftOut:
 
 
 def read_rows(
-    path: Path, form: str | None = None, left_out: LeftOut | None = None, *, whole: bool = False
+    path: Path,
+    form: str | None = None,
+    left_out: LeftOut | None = None,
+    *,
+    whole: bool = False,
+    refuses: bool = False,
 ) -> Iterator[DataRow]:
     """Rows of a data file, or of the data files in a folder.
 
@@ -110,10 +115,12 @@ def read_rows(
         form: name of a form, or ``package.module:function``; None = found by the columns.
         left_out: counts rows that can't be used; None = the first one raises.
         whole: whether all answers of a conversation are learned from.
+        refuses: whether the first row that can't be used raises nevertheless, and only rows are counted that a form of
+            the user's own leaves out.
 
     Raises:
         DataError: no such file, an unknown form, or one without conversations where they should be ``whole``, no rows,
-            or (without ``left_out``) a bad row.
+            or (without ``left_out``, or where it ``refuses``) a bad row.
     """
     number = 0
     named = named_form(form) if form is not None else None
@@ -130,9 +137,11 @@ def read_rows(
                     found = form_of(file, raw)
                 content = _reader(file, found, whole)(raw)
             except RowError as error:
-                if left_out is None:
+                unwanted = isinstance(error, UnwantedRow)
+                if (refuses or left_out is None) and not unwanted:
                     raise DataError(f"{place}, {error}") from None
-                left_out.add(error.reason, f"{place}, {error}")
+                if left_out is not None:
+                    left_out.add(error.reason, f"{place}, {error}")
             else:
                 yield DataRow(number=number, place=place, content=content, raw=raw)
             number += 1
@@ -264,9 +273,9 @@ def _own(
                 "row", row, f"was refused by {name}", f"{type(error).__name__}: {error}"[:200]
             ) from None
         if made is None:
-            raise RowError("row", row, f"was left out by {name}", "return a mapping to keep it")
+            raise UnwantedRow("row", row, f"was left out by {name}", "return a mapping to keep it")
         if isinstance(made, Content):
-            return made
+            return msgspec.structs.replace(made, kept_whole=tuple(made.extra))
         if not isinstance(made, Mapping):
             raise RowError("row", made, f"is what {name} returned", "return a mapping or None")
         fits = _only(_matching(made))

@@ -11,11 +11,13 @@ a column like any other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .form import Form
 from .row import (
+    CONVERSATIONS,
+    DEEPEST,
     GOLDS,
     SOURCES,
     SYSTEM,
@@ -28,18 +30,22 @@ from .row import (
     first_filled,
     first_of,
     gold,
+    is_deeper,
     is_learned,
     is_missing,
     messages,
     others,
+    plain,
     present,
     source_of,
     truth,
+    unread,
     whole_messages,
     with_system,
 )
 
-CONVERSATIONS = ("messages", "conversations")
+SAID = ("role", "content", "from", "value")
+"""Keys of a message that every form with messages reads."""
 TOOLS = "tools"
 """Column with the tools that a conversation is offered."""
 
@@ -109,7 +115,18 @@ def _content(
         ),
         turns=turns,
         tools=tools,
+        beside=_beside(row[column][: len(prompt)]),
+        unread=unread(row, column) if target is not None and not turns else None,
     )
+
+
+def _beside(said: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    # Parquet gives all messages of a column the same keys.
+    found = tuple(
+        {key: value for key, value in one.items() if key not in SAID and value is not None}
+        for one in said
+    )
+    return found if any(found) else ()
 
 
 def _label(row: Mapping[str, Any]) -> bool | None:
@@ -153,7 +170,13 @@ def _is_number(value: Any) -> bool:
 
 
 def write(content: Content) -> dict[str, Any]:
-    found = as_messages(content.prompt)
+    found: list[dict[str, Any]] = [*as_messages(content.prompt)]
+    # The first message may be of the column system.
+    for message, beside in zip(reversed(found), reversed(content.beside), strict=False):
+        if is_deeper(beside):
+            way_out = "store deep values as JSON text"
+            raise RowError("messages", beside, f"has over {DEEPEST} levels", way_out)
+        message.update(plain(beside, travels=False))
     if content.target is not None:
         found.append({"role": "assistant", "content": content.target})
     return {

@@ -29,6 +29,7 @@ def read(row: Mapping[str, Any]) -> Content:
         gold=str(target),
         data_source="countdown",
         extra={"nums": [int(number) for number in numbers], "target": int(target)},  # type: ignore[arg-type]
+        kept_whole=MADE,
     )
 
 

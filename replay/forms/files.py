@@ -126,6 +126,13 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
                 continue  # An empty line.
             if header is None:
                 header = cells
+                twice = next(
+                    (name for name in cells if name.strip() and cells.count(name) > 1), None
+                )
+                if twice is not None:
+                    raise DataError(
+                        f"{path} has two columns named {twice!r:.60}: give each its own name, or leave one out"
+                    )
             elif len(cells) > len(header):
                 # A comma too many puts values under the wrong columns.
                 way_out = "put texts with commas into double quotes"

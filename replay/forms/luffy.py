@@ -39,6 +39,7 @@ from .row import (
     prompt,
     response,
     text,
+    unread,
 )
 
 REQUIRED = ("data_source", "prompt", "reward_model")
@@ -47,15 +48,17 @@ PROBABILITY_COLUMNS = ("target_probs", "target_ds_qwen_7b_probs")
 
 
 def read(row: Mapping[str, Any]) -> Content:
-    target = _target(row)
+    target, extra = _target(row), _extra(row)
     return Content(
         data_source=text(row, "data_source"),
         prompt=prompt(row, "prompt"),
         gold=_gold(row),
         target=target,
         ability=ability(row),
-        extra=_extra(row),
+        extra=extra,
+        kept_whole=tuple(extra),
         target_logprobs=_logprobs(row) if target is not None else None,
+        unread=unread(row, "target") if target is not None else None,
     )
 
 

@@ -5,7 +5,8 @@ The prompt is the first column there of ``prompt``, ``question``, ``instruction`
 message unless it has one, and ``history`` has the turns before a question of text, as in ``prompt_response``.
 In a row with none of these columns both responses begin with the prompt: it is what they have in common, by
 message for lists and by character for texts (TRL's implicit prompt), where a blank at its end belongs to the
-responses. Messages that two lists have in common are the prompt in any row.
+responses. Messages that two lists have in common are the prompt in any row, unless they are only the end of what the
+column asks: then it is the column.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .row import (
     question,
     source_of,
     text,
+    unread,
     with_history,
 )
 
@@ -42,6 +44,8 @@ def read(row: Mapping[str, Any]) -> Content:
     common: tuple[Message, ...] = ()
     if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
         common, chosen, rejected = _of_messages(row)
+        if _asks_more(row, common):
+            common = ()
         asked = common or _asked(row)
     else:
         chosen, rejected = text(row, "chosen"), text(row, "rejected")
@@ -65,6 +69,7 @@ def read(row: Mapping[str, Any]) -> Content:
         rejected=rejected,
         data_source=source_of(row),
         extra=others(row, (*used, "chosen", "rejected", *GOLDS, *SOURCES)),
+        unread=unread(row, "chosen") or unread(row, "rejected"),
     )
 
 
@@ -74,6 +79,22 @@ def _asked(row: Mapping[str, Any]) -> tuple[Message, ...]:
     if column is None:
         return ()
     return instruction(row) if column == "instruction" else prompt(row, column)
+
+
+def _asks_more(row: Mapping[str, Any], common: tuple[Message, ...]) -> bool:
+    """Whether the row's own column has the whole conversation, of which these shared messages are the end."""
+    column = first_of(row, PROMPTS)
+    if not common or column is None or not isinstance(row[column], list):
+        return False
+    asked, shared = _words(_asked(row)), _words(common)
+    if shared != asked[-len(shared) :] and asked != shared[-len(asked) :]:
+        what = "and the messages that both responses begin with are two different conversations"
+        raise RowError(column, row[column], what, "leave one of them out")
+    return len(asked) > len(shared)
+
+
+def _words(said: tuple[Message, ...]) -> list[tuple[str, list[str]]]:
+    return [(message.role, message.content.split()) for message in said]
 
 
 def check_pair(chosen: str, rejected: str) -> None:

@@ -36,6 +36,7 @@ from .row import (
     prompt,
     response,
     source_of,
+    unread,
     with_history,
 )
 
@@ -61,6 +62,7 @@ def read(row: Mapping[str, Any]) -> Content:
         data_source=source_of(row),
         ability=ability(row),
         extra=others(row, (*PROMPTS, *RESPONSES, *GOLDS, *SOURCES, *used, *before, "ability")),
+        unread=unread(row, answered),
     )
 
 

@@ -13,10 +13,13 @@ from ...common.errors import DataError
 from ...common.records import Float32Array
 
 ROLES = ("system", "user", "assistant")
+CONVERSATIONS = ("messages", "conversations")
 TOOL = "tool"
 """The role of a message with a tool's result."""
 WEIGHT = "weight"
 """Key of an answer's message that says whether it is learned from, in OpenAI's format for fine-tuning."""
+UNREAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message under which an answer may say more than its content."""
 SHOWN = 60
 SOURCES = ("data_source", "dataset", "source", "problem_source")
 """Columns that may say where a row is from; the first one that isn't blank counts."""
@@ -26,8 +29,6 @@ SYSTEM = "system"
 """Column that may hold the system message of a prompt."""
 HISTORY = "history"
 """Column that may hold the turns before a question."""
-MAX_EXTRA = 1_000
-"""Longest extra column that is kept, in characters of its JSON."""
 DEEPEST = 6
 """Levels of nesting of a column that is kept; a record may have eight."""
 
@@ -58,7 +59,9 @@ class Content(Struct, frozen=True, kw_only=True, eq=False):
     ability: str = "math"
     """What the row exercises."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Other columns, as plain values; None for an absent value."""
+    """Other columns, as plain values of any length; None for an absent value."""
+    kept_whole: Collection[str] = ()
+    """Those of them that a problem keeps however long they are."""
     target_logprobs: Float32Array | None = None
     """``[tokens of the target + 1]`` nats, under the expert's own tokenizer; None if unknown."""
     turns: tuple[Mapping[str, Any], ...] = ()
@@ -66,6 +69,11 @@ class Content(Struct, frozen=True, kw_only=True, eq=False):
     calls, if all answers of a conversation are learned from; the prompt is then what stands before them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The tools that such a conversation is offered, in OpenAI's form."""
+    beside: tuple[Mapping[str, Any], ...] = ()
+    """What the prompt's last messages have beside role and content, such as a weight of 0, one for each; empty if none has
+    anything. Only a conversation that is written needs it."""
+    unread: RowError | None = None
+    """Why a response can't be learned from: its message says more than the content that was read. The prompt can be used."""
 
 
 class RowError(DataError):
@@ -84,6 +92,10 @@ class RowError(DataError):
         if len(shown) > SHOWN:
             shown = shown[:SHOWN] + "…"
         super().__init__(f"column {column}: {shown} {what}: {way_out}")
+
+
+class UnwantedRow(RowError):
+    """A row that a form of the user's own leaves out. Nothing is wrong with it."""
 
 
 def text(row: Mapping[str, Any], column: str) -> str:
@@ -292,6 +304,28 @@ def response(row: Mapping[str, Any], column: str) -> str:
     return found[0].content
 
 
+def unread(row: Mapping[str, Any], column: str) -> RowError | None:
+    """The error of a response whose message has calls of tools, or thoughts that its content lacks; None for any other."""
+    said = row[column][-1] if isinstance(row.get(column), list) else None
+    if not isinstance(said, Mapping):
+        return None
+    for key in UNREAD:
+        more = _from_json(said.get(key))
+        if isinstance(more, str):
+            # Some writers have the thoughts in both places.
+            more = more.strip() if more.strip() not in str(said.get("content")) else ""
+        if isinstance(more, str | list | Mapping) and more:
+            way_out = "put it into the content as the model is to write it"
+            if column in CONVERSATIONS:
+                way_out = (
+                    f"set turns=all, with which the model's chat template writes it, or {way_out}"
+                )
+            return RowError(
+                f"{column}.{key}", said[key], "is a part of the answer that isn't read", way_out
+            )
+    return None
+
+
 def gold(value: Any, column: str) -> str:
     """A gold answer as text: ``142`` for 142.0, the only text of a list of one; "" for a missing one.
 
@@ -402,15 +436,12 @@ def _is_blank(value: Any) -> bool:
 
 
 def others(row: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:
-    """The row's other columns as plain values, without empty, very long and very deep ones."""
-    kept = {}
-    for name, value in row.items():
-        if name in used or is_missing(value) or is_deeper(value):
-            continue
-        simple = plain(value)
-        if len(simple if isinstance(simple, str) else json.dumps(simple)) <= MAX_EXTRA:
-            kept[str(name)] = simple
-    return kept
+    """The row's other columns as plain values, without empty and very deep ones."""
+    return {
+        str(name): plain(value)
+        for name, value in row.items()
+        if not (name in used or is_missing(value) or is_deeper(value))
+    }
 
 
 def plain(value: Any, *, travels: bool = True) -> Any:

@@ -38,6 +38,7 @@ def _read(row: Mapping[str, Any]) -> Content:
         data_source=source_of(row),
         ability=ability(row),
         extra={"task": plain(task), **others(row, USED)},
+        kept_whole=("task",),
     )
 
 

@@ -21,6 +21,8 @@ ELEMENT = "[]"
 """Stands for the elements of a list in the path of a value."""
 LONG = "long"
 """Kind of whole numbers that have no 64 bits, and are always text."""
+ALIKE = ({"whole", "wide"}, {"whole", "float"})
+"""Kinds that a column of parquet may hold as they are; no column has both fractions and whole numbers beyond 53 bits."""
 
 
 class RowWriter:
@@ -185,7 +187,8 @@ class RowWriter:
         if value == {}:
             return None  # Parquet has no struct without a key.
         kinds = self._kinds[path] - {"null"}
-        if len(kinds) > 1 or LONG in kinds:
+        alike = len(kinds) == 1 or any(kinds <= some for some in ALIKE)
+        if not alike or LONG in kinds:
             return json.dumps(value, ensure_ascii=False)
         if isinstance(value, dict):
             return {key: self._of_one_kind((*path, key), inner) for key, inner in value.items()}
@@ -209,6 +212,6 @@ def _kind(value: Any) -> str:
         return "boolean" if isinstance(value, bool) else "null"
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         return LONG
-    if isinstance(value, int | float):
-        return "number"
+    if isinstance(value, int):
+        return "whole" if abs(value) <= 1 << 53 else "wide"
     return type(value).__name__

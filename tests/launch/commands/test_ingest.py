@@ -89,6 +89,21 @@ def test_columns_of_several_kinds_are_written_as_text(here: Path) -> None:
     assert marks == ["3", "a", None, "[1]"]
 
 
+def test_fractions_and_whole_numbers_that_no_float_holds_are_written_as_text(here: Path) -> None:
+    most = (1 << 53) + 1
+    numbers = [(0.5, 1, 1), (most, most, 0.5)]
+    rows = [
+        {**ROWS["question_answer"](n), "mixed": mixed, "large": large, "small": small}
+        for n, (mixed, large, small) in enumerate(numbers)
+    ]
+    write_lines(here / "a.jsonl", rows)
+    assert main(["ingest", "a.jsonl", "--write", "b.parquet", "--as", "question_answer"]) == 0
+    extras = [row.content.extra for row in read_rows(here / "b.parquet")]
+    assert [extra["mixed"] for extra in extras] == ["0.5", str(most)]
+    assert [extra["large"] for extra in extras] == [1, most]
+    assert [extra["small"] for extra in extras] == [1.0, 0.5]
+
+
 def test_inner_values_of_several_kinds_are_written_as_text_too(here: Path) -> None:
     infos: list[Any] = [
         {"level": 3, "index": 1, "of": {"year": 2024}},
@@ -186,6 +201,38 @@ VERL = {
     "split": "train",
 }
 """What verl's rows of GSM8K have in ``extra_info``."""
+
+
+@pytest.mark.parametrize("form", ["prompt", "luffy", "conversation"])
+def test_long_columns_are_written_whole(form: str, here: Path) -> None:
+    tests = [f"assert f({n}) == {n}" for n in range(200)]
+    write_lines(here / "a.jsonl", [{"prompt": "Write f", "gold": "f", "tests": tests}])
+    assert main(["ingest", "a.jsonl", "--write", "b.jsonl", "--as", form]) == 0
+    (row,) = read_rows(here / "b.jsonl")
+    assert row.content.extra["tests"] == tests
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "b.parquet"])
+def test_a_conversation_keeps_what_its_earlier_messages_have_beside_their_content(
+    name: str, here: Path
+) -> None:
+    asked = {"role": "user", "content": "2+2?", "name": "Ann"}
+    wrong = {"role": "assistant", "content": "5", "weight": 0}
+    right = {"role": "assistant", "content": "4"}
+    chat = {"messages": [asked, wrong, asked, right]}
+    shared = {
+        "conversations": [
+            {"from": "human", "value": "2+2?"},
+            {"from": "gpt", "value": "5", "weight": 0},
+            {"from": "human", "value": "Sure?"},
+            {"from": "gpt", "value": "4"},
+        ]
+    }
+    write_lines(here / "a.jsonl", [chat, {**chat, "system": "Add."}, shared])
+    assert main(["ingest", "a.jsonl", "--write", name, "--as", "conversation"]) == 0
+    rows = [row.content.turns for row in read_rows(here / name, whole=True)]
+    assert [[one.get("weight") for one in turns] for turns in rows] == [[0, None, None]] * 3
+    assert [turns[1].get("name") for turns in rows] == ["Ann", "Ann", None]
 
 
 @pytest.mark.parametrize("form", ["conversation", "prompt_response", "question_answer", "prompt"])

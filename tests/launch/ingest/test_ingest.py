@@ -342,6 +342,9 @@ def test_the_opener_that_the_prompt_ends_with_is_taken_off_the_trace(made: Path)
 @pytest.mark.parametrize(
     ("prefill", "written", "learned"),
     [
+        ("Sum: ", "Sum: 7", "7"),
+        ("Sum: ", "7", "7"),
+        ("<think>\nSo ", "<think>\nSo 7", "7"),
         ("<think>\n", "<think>\n7", "7"),
         ("<think>\n", "<think>7", "7"),
         ("<think>\n", "<think> 7", "7"),
@@ -629,6 +632,18 @@ def test_a_run_does_not_go_on_with_other_held_out_problems(made: Path, here: Pat
     assert "(data.evaluate heldout): restore them" in said
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_does_not_go_on_with_other_log_probs_of_its_traces(
+    made: Path, here: Path, capsys
+) -> None:
+    with_probabilities(made, "", 0)
+    words = begun(here, "data.train=[{path: d/own.jsonl}]")
+    row = json.loads((made / "own.jsonl").read_text())
+    own_rows(made, {**row, "target_probs": [0.5 for _ in row["target_probs"]]})
+    assert main(["start", *words]) != 0
+    assert "(data.train's labels and log-probs): restore them" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there(made: Path, here: Path, capsys) -> None:
     assert "d/none.parquet is missing" in refused(
         capsys, here, *PLAIN, "data.train.1.path=d/none.parquet"
@@ -908,6 +923,15 @@ def test_labels_are_verdicts(made: Path) -> None:
     assert [text for _, text, *_ in judged(offline("sft"))] == ["1"]
 
 
+def test_other_labels_are_other_data(made: Path) -> None:
+    digests = []
+    for label in (True, False):
+        rows = [{"prompt": f"{n}+2=?<think>", "completion": "3"} for n in range(2)]
+        own_rows(made, {**rows[0], "label": label}, {**rows[1], "label": not label})
+        digests.append(offline("kto", "learner.objective.advantage=none").other_digests)
+    assert digests[0] != digests[1]
+
+
 def test_a_response_that_is_labelled_false_is_wrong_whatever_its_columns_are_called(
     made: Path,
 ) -> None:
@@ -932,6 +956,57 @@ def test_a_word_in_the_place_of_a_label_is_refused_where_labels_decide(made: Pat
         offline("kto", "learner.objective.advantage=none", "data.bad_rows=refuse")
     # Where no label is asked for, it is a column like any other.
     assert len(offline("sft").traces) == 2
+
+
+CALL = {"tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+THOUGHT = {"reasoning_content": "Why not?"}
+
+
+@pytest.mark.parametrize(("key", "more"), [("tool_calls", CALL), ("reasoning_content", THOUGHT)])
+@pytest.mark.parametrize("form", ["conversation", "preference", "prompt_response", "luffy"])
+def test_an_answer_is_not_learned_without_what_its_message_says_beside_its_content(
+    form: str, key: str, more: dict[str, Any], made: Path
+) -> None:
+    asked = {"role": "user", "content": "1+2=?<think>"}
+
+    def row(more: dict[str, Any]) -> dict[str, Any]:
+        said = [{"role": "assistant", "content": "3", **more}]
+        return {
+            "conversation": {"messages": [asked, *said], "gold": "3"},
+            "preference": {
+                "prompt": [asked],
+                "chosen": [{**said[0], "content": "4"}],
+                "rejected": said,
+            },
+            "prompt_response": {"prompt": [asked], "completion": said, "gold": "3"},
+            "luffy": {
+                "data_source": "own",
+                "prompt": [asked],
+                "target": said,
+                "reward_model": {"ground_truth": "3"},
+            },
+        }[form]
+
+    # Values that say nothing more.
+    no_more = [{}, {"tool_calls": []}, {"tool_calls": None}, {"reasoning_content": " "}]
+    own_rows(made, row(more), *map(row, no_more))
+    accepts = "expert.accept=[correct, unparsable]"
+    found = offline("dpo" if form == "preference" else "sft", accepts)
+    assert {trace.problem_id for trace in found.traces} == {f"own/{n}" for n in range(1, 5)}
+    (reason,) = found.counts["own"].bad_rows.counts
+    assert reason.endswith(f".{key} is a part of the answer that isn't read")
+    way_out = "set turns=all" if form == "conversation" else "put it into the content"
+    assert way_out in found.counts["own"].bad_rows.first[reason]
+    if form != "preference":
+        # Nothing is wrong with the question.
+        unused = ["expert.per_group=0", "data.train=[{path: d/own.jsonl}]", "data.evaluate=[]"]
+        assert len(prepared(*unused).problems) == 5
+
+
+def test_thoughts_that_the_content_repeats_are_read(made: Path) -> None:
+    answer = {"role": "assistant", "content": "Why not?</think>3", "reasoning_content": "Why not?"}
+    own_rows(made, {"messages": [{"role": "user", "content": "1+2=?<think>"}, answer]})
+    assert [trace.text for trace in offline("sft").traces] == [answer["content"]]
 
 
 def test_a_labelled_row_among_pairs_needs_an_advantage_of_its_own(made: Path) -> None:

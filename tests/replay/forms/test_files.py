@@ -194,6 +194,16 @@ def test_csv_is_read_by_its_name_under_its_header(tmp_path: Path) -> None:
         list(files_module.raw_rows(path))
 
 
+def test_csv_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("question,answer,question\n1+1?,2,1+2?\n")
+    with pytest.raises(DataError, match=r"a\.csv has two columns named 'question': give each"):
+        list(files_module.raw_rows(path))
+    # Spreadsheets write columns without a name behind the others.
+    path.write_text("question,answer,,\n1+1?,2,,\n")
+    assert list(files_module.raw_rows(path)) == [{"question": "1+1?", "answer": "2", "": None}]
+
+
 def test_a_field_of_csv_may_be_long_and_one_that_is_too_long_is_told_by_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,6 +200,23 @@ def test_a_pair_may_have_its_question_in_a_column(column: str, tmp_path: Path):
         assert one.content.extra == {}
 
 
+def test_messages_that_a_pair_shares_may_be_a_part_of_its_prompt(tmp_path: Path):
+    first = [said("user", "Hi"), said("assistant", "Salut")]
+    system, last = said("system", "Answer in French."), said("user", "2+2?")
+    whole = [system, *first, last]
+
+    def row(prompt: Any, shared: list[dict[str, Any]]) -> dict[str, Any]:
+        answers = {"chosen": "4", "rejected": "5"}
+        pair = {key: [*shared, said("assistant", answer)] for key, answer in answers.items()}
+        return {"prompt": prompt, **pair}
+
+    rows = [row(whole, [last]), row([last], whole), row(whole, whole), row("2+2?", whole)]
+    for found in all_of(write_lines(tmp_path / "a.jsonl", rows)):
+        assert [one.content for one in found.content.prompt] == [one["content"] for one in whole]
+    with pytest.raises(DataError, match=r"column prompt: .* two different conversations: leave"):
+        all_of(write_lines(tmp_path / "a.jsonl", [row([said("user", "3+3?")], whole)]))
+
+
 def test_a_pair_with_an_empty_question_is_left_out(tmp_path: Path):
     """What its answers have in common isn't its prompt."""
     row = {"question": "2+2?", "chosen": "It is 4", "rejected": "It is 5"}
@@ -484,6 +501,11 @@ def test_a_form_can_be_a_function_of_the_users(tmp_path: Path, monkeypatch: pyte
     }
     with pytest.raises(ConfigError, match="own_forms:write"):
         list(read_rows(path, "own_forms:write"))
+    # Where bad rows are refused, what the function leaves out on purpose is none of them.
+    left_out = LeftOut()
+    with pytest.raises(DataError, match=r"row 3, .* was refused by own_forms:read: KeyError"):
+        list(read_rows(path, "own_forms:read", left_out, refuses=True))
+    assert left_out.counts == {"row was left out by own_forms:read": 1}
 
 
 def test_numbers_beyond_64_bits_stay_numbers_where_a_template_writes_them(tmp_path: Path):
