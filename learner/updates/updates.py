@@ -449,7 +449,9 @@ def _kl_from_start(rows: Sequence[Rows], logprobs: Sequence[Tensor]) -> float:
     return total / max(tokens, 1.0)
 
 
-_COUNTED_ONCE = frozenset({"rows", "rows_active", "tokens_own", "tokens_expert"})
+_COUNTED_ONCE = frozenset(
+    {"rows", "rows_active", "tokens_own", "tokens_expert", "preference_pairs"}
+)
 _SUMMED = frozenset({"micro_batches", "forward_tokens"})
 _GREATEST = frozenset({"ratio_max", "k3_p99"})
 

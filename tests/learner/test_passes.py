@@ -215,6 +215,16 @@ def test_an_update_that_begins_beyond_the_kl_and_all_after_it_are_left_out(
     compare(updates, policy)
 
 
+def test_a_steps_pairs_are_counted_once(learner: Learner, groups: list[MixedGroup]) -> None:
+    counted = [
+        learner(objective={"name": "cpo"}, **passes).train(1, groups, lr=0.01).metrics
+        for passes in ({}, {"minibatches": 2}, {"minibatches": 2, "update_epochs": 2})
+    ]
+    assert [found["train/updates"] for found in counted] == [1, 2, 4]
+    once, *others = [found["train/preference_pairs"] for found in counted]
+    assert others == [once, once]
+
+
 @pytest.mark.parametrize(("stage", "dtype"), CELLS)
 def test_after_a_stop_the_next_step_is_as_if_the_update_had_never_begun(
     dtype: str, stage: int, groups: list[MixedGroup], made_up: ModuleType, parity: ModuleType
