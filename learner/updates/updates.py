@@ -154,7 +154,8 @@ class Updates:
                 ratios.update(figures)
             if self._stop_kl is not None:
                 gone = _kl_from_start(there, logprobs)
-                stopped = gone > self._stop_kl
+                # Before the first update only rounding lies between the two passes of the same weights.
+                stopped = changed and gone > self._stop_kl
             return not (refused or stopped)
 
         for number, updates in self._passes(step, rows, measured):
