@@ -282,8 +282,9 @@ def test_splits_keep_to_fresh_samples_where_the_run_needs_them(
     words = ("--gpu", "H100", "--gpus", "2", "--splits", "--json")
     two, unclipped = "qwen2.5-math-1.5b-grpo-2gpu", "learner.objective.name=reinforce"
     fresh = ("replay.max_staleness=0", unclipped)
+    bare = ("replay.max_staleness=0", "learner.objective={clip_low: null, clip_high: null}")
     same = ("run.deterministic=true", "rollout.engine=torch")
-    for settings in (fresh, same):
+    for settings in (fresh, bare, same):
         told = json.loads(tandem(capsys, "plan", two, *settings, *words)[1])
         assert [one["max_staleness"] for one in told] == [0]
     # It fixes the leases, too.
@@ -313,6 +314,10 @@ def test_the_fastest_split_is_told_with_what_its_bound_lowers() -> None:
         (
             ("qwen2.5-math-1.5b-grpo-2gpu", "learner.ranks=2", "learner.hosts=2"),
             "learner.hosts=2 spreads the learner over several",
+        ),
+        (
+            ("qwen2.5-math-1.5b-grpo-2gpu", "learner.micro_batch_tokens=100"),
+            "no split would be started: learner.micro_batch_tokens=100 is less than",
         ),
     ],
 )
