@@ -247,7 +247,7 @@ def shape_of(path: str, key: str = "model.path") -> ModelShape | None:
         return known(path)
     config = read_model_config(str(folder))
     shape = from_config(path, config)
-    return None if shape is None else replace(shape, counted=count_parameters(folder))
+    return None if shape is None else replace(shape, counted=count_parameters(folder, shape.tied))
 
 
 def known(name: str) -> ModelShape | None:
@@ -359,10 +359,11 @@ def safetensors_of(folder: Path) -> list[Path] | None:
     return [files[name] for name in own or files]
 
 
-def count_parameters(folder: Path) -> int | None:
+def count_parameters(folder: Path, tied: bool = False) -> int | None:
     """Number of elements of all tensors of a folder's model, read from the headers of its safetensors files.
 
-    None if there are none, or if a download is incomplete.
+    Some files hold the output matrix although it is ``tied`` to the input embedding, as Qwen3-0.6B's do; it isn't counted
+    again. None if there are no files, or if a download is incomplete.
 
     Raises:
         DataError: a file isn't safetensors.
@@ -370,7 +371,8 @@ def count_parameters(folder: Path) -> int | None:
     files = safetensors_of(folder)
     if not files:
         return None
-    total = 0
+    shapes: list[list[int]] = []
+    output: list[int] | None = None
     for file in files:
         with open(file, "rb") as content:
             start = content.read(8)
@@ -388,5 +390,9 @@ def count_parameters(folder: Path) -> int | None:
                         DataError,
                         WAY_OUT,
                     )
-                total += math.prod(shape)
-    return total
+                shapes.append(shape)
+                if name == "lm_head.weight":
+                    output = shape
+    if tied and output is not None and shapes.count(output) > 1:
+        shapes.remove(output)
+    return sum(map(math.prod, shapes))

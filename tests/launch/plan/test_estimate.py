@@ -106,11 +106,12 @@ def test_a_download_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     assert (shape.parameters, shape.source) == (SMALL.parameters, "config.json")
 
 
-def weights(path: Path, *sizes: int) -> None:
-    """A safetensors file whose header tells of tensors of these sizes."""
+def weights(path: Path, *sizes: int, **named: list[int]) -> None:
+    """A safetensors file whose header tells of tensors of these sizes, and of these names and shapes."""
+    shapes = {f"t{number}": [size] for number, size in enumerate(sizes)} | named
     header = {
-        f"t{number}": {"dtype": "F32", "shape": [size], "data_offsets": [0, 0]}
-        for number, size in enumerate(sizes)
+        name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+        for name, shape in shapes.items()
     }
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
@@ -130,6 +131,16 @@ def test_weights_that_lie_beside_the_model_again_are_counted_once(tmp_path: Path
     weights(tmp_path / "second.safetensors", 20)
     assert sizes.count_parameters(tmp_path) == 120
     assert [file.name for file in weight_files(tmp_path)] == list(names.values())
+
+
+def test_a_tied_output_matrix_that_a_file_holds_again_is_counted_once(tmp_path: Path) -> None:
+    head, embedding = {"lm_head.weight": [5, 2]}, {"model.embed_tokens.weight": [5, 2]}
+    weights(tmp_path / "model.safetensors", 3, **embedding, **head)
+    assert sizes.count_parameters(tmp_path, tied=True) == 3 + 10
+    assert sizes.count_parameters(tmp_path, tied=False) == 3 + 10 + 10
+    # The only one of the two.
+    weights(tmp_path / "model.safetensors", 3, **head)
+    assert sizes.count_parameters(tmp_path, tied=True) == 3 + 10
 
 
 def test_kv_cache_of_a_token() -> None:
