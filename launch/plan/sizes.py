@@ -133,6 +133,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 """Keys of a config.json with the number of experts."""
 _BIASED = ("qwen2", "qwen2_moe")
 """Model types whose queries, keys and values have biases unless their config says otherwise."""
+_TIED = (
+    *("cohere", "cohere2", "ernie4_5", "lfm2", "minicpm3", "smollm3", "starcoder2"),
+    *("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
+    *("recurrent_gemma", "vaultgemma"),
+)
+"""Model types whose output matrix is the input embedding unless their config says otherwise."""
 _MIXTURES = ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types with experts in place of the MLP, and nothing else of their own: neither latent keys and values nor
 layers of several kinds."""
@@ -287,7 +293,9 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape | None:
             head_dim=int(tree.get("head_dim") or hidden // heads),
             **mlp,
             vocabulary=int(tree["vocab_size"]),
-            tied=bool(tree.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            tied=bool(
+                tree.get("tie_word_embeddings", config.get("tie_word_embeddings", kind in _TIED))
+            ),
             qkv_bias=bool(tree.get("attention_bias", tree.get("qkv_bias", kind in _BIASED))),
             context=tree.get("max_position_embeddings"),
             source="config.json",
