@@ -369,6 +369,14 @@ def logits(config: Config, shape: ModelShape, device: str) -> int:
     return int(slack(config, device) * (chunks + kept))
 
 
+def cached_token(config: Config, shape: ModelShape, device: str) -> int:
+    """Bytes of one token's keys and values on each GPU of an engine, whose pipeline divides the layers."""
+    across = config.rollout.gpus_per_worker if device == "cuda" else 1
+    pipeline = int(vllm_setting(config, "args", {}).get("pipeline_parallel_size", 1))
+    pipeline = min(pipeline, across)
+    return max(1, shape.kv_bytes(engine_element(config), across // pipeline) // pipeline)
+
+
 def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holding:
     """The memory of one GPU of an engine, or of an engine on CPUs.
 
@@ -379,7 +387,7 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
     n, e = shape.parameters, engine_element(config)
     across = config.rollout.gpus_per_worker if device == "cuda" else 1
     weights = e * n // across
-    per_token = max(1, shape.kv_bytes(e) // across)
+    per_token = cached_token(config, shape, device)
     rows = config.rollout.groups_per_batch * config.rollout.group_size
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     received = e * trained(config, shape)

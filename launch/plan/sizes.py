@@ -123,9 +123,11 @@ class ModelShape:
         chosen = (width for name, width in widths.items() if everything or name in named)
         return lora.rank * self.layers * sum(chosen)
 
-    def kv_bytes(self, element: int) -> int:
-        """Bytes per token in the KV cache: 2 · L · kv heads · d · element."""
-        return 2 * self.layers * self.kv_width * element
+    def kv_bytes(self, element: int, ranks: int = 1) -> int:
+        """Bytes per token in the KV cache of each tensor-parallel rank: 2 · L · kv heads · d · element, of the heads that
+        are its own. No rank has less than one head: vLLM copies them where there are more ranks."""
+        heads = math.ceil(self.kv_heads / ranks)
+        return 2 * self.layers * heads * self.head_dim * element
 
 
 _OF_MLP = ("gate_proj", "up_proj", "down_proj")

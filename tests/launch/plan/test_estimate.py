@@ -491,6 +491,17 @@ def test_tensor_parallel_ranks_hold_a_part_each() -> None:
     assert found.parts["weights"] == N
 
 
+def test_a_head_of_keys_and_values_is_copied_where_tensor_parallel_ranks_outnumber_them() -> None:
+    def by_token(each: int, *overrides: str) -> int:
+        given = config(f"rollout.gpus_per_worker={each}", *overrides)
+        return memory.cached_token(given, replace(SMALL, heads=4, kv_heads=2), "cuda")
+
+    # 2 layers x 2 heads x 4 x 2 (keys and values) x 2 bytes.
+    assert [by_token(each) for each in (1, 2, 4)] == [64, 32, 32]
+    # A pipeline of two has half of the layers on each.
+    assert by_token(4, "rollout.vllm.args={pipeline_parallel_size: 2}") == 16
+
+
 def test_vllm_on_cpus_is_several_processes() -> None:
     def of(*overrides: str) -> tuple[int, int]:
         found = memory.engine(
@@ -673,9 +684,10 @@ def test_decoding_reads_weights_and_cache_once_an_iteration() -> None:
     assert found.iteration(4, 800) == pytest.approx(read + 0.005)
     # With many short rows the arithmetic takes longer.
     assert found.iteration(10**6, 0) == pytest.approx(2 * N * 10**6 / 0.5e12 + 0.005)
-    # Two GPUs read twice as fast.
+    # Two GPUs read twice as fast, but each of them the one head of keys and values.
     both = speed.engine_speed(config("rollout.gpus_per_worker=2"), SMALL, PLAIN)
-    assert both.iteration(4, 800) == pytest.approx(read / 2 + 0.005)
+    read = (2 * N / 2 + 4 * 200 * 32) / 0.7e9
+    assert both.iteration(4, 800) == pytest.approx(read + 0.005)
 
 
 def test_slots_are_what_vllm_is_set_to_and_what_its_cache_holds() -> None:
