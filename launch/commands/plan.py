@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .options import add_preset_words
@@ -63,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -> None:
+    from ...common.config.checks.choices import why_not_started
     from ...common.run_folder import RunFolder
     from ..plan import planning, text
     from ..plan.hardware import machine
@@ -100,6 +102,8 @@ def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -
         return
     placement = planning.for_node(config, planned_for)
     plan = planning.make(preset.name, config, planned_for, placement, **lengths)
+    if refusal := why_not_started(config):
+        plan = replace(plan, problems=(refusal, *plan.problems))
     comparison = _measured(plan) if arguments.measure else None
     if arguments.json:
         as_json = {**plan.as_dict(), "run": str(folder.path)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...common.errors import DataError
+from ...common.errors import ConfigError, DataError
 from ...common.models import read_model_config, resolve
 from ...common.plain import damaged, read_object
 
@@ -338,6 +338,34 @@ def too_long(config: Config, shape: ModelShape | None) -> str | None:
     return (
         f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is over the model's context "
         f"of {shape.context} tokens: lower one of them"
+    )
+
+
+def unlike_ranks(config: Config, shape: ModelShape | None, *, gpus: bool) -> str | None:
+    """Why vLLM's ranks don't get as many GPUs or as many of the model's attention heads each; None if they do."""
+    from ...rollout.engines import ranks
+
+    try:
+        count = ranks(config.rollout, gpus=gpus)["tensor_parallel_size"]
+    except ConfigError as error:
+        return str(error)
+    if shape is None:
+        return None
+    # Where there are fewer heads of keys and values than ranks, vLLM copies them.
+    possible = [
+        number
+        for number in range(1, shape.heads + 1)
+        if not shape.heads % number
+        and not max(number, shape.kv_heads) % min(number, shape.kv_heads)
+    ]
+    if count in possible:
+        return None
+    args = config.rollout.vllm.args if config.rollout.vllm is not None else {}
+    given = "tensor_parallel_size" in args
+    key = "rollout.vllm.args.tensor_parallel_size" if given else "rollout.gpus_per_worker"
+    return (
+        f"{key}: {count} ranks of vLLM can't share {config.model.path}, which has {shape.heads} attention heads and "
+        f"{shape.kv_heads} of keys and values: make it one of {', '.join(map(str, possible))}"
     )
 
 

@@ -226,7 +226,7 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
     lines.append("")
     possible = [split for split in tried if split.fits]
     if not possible:
-        return [*lines, "no split fits"]
+        return [*lines, f"no split fits: {tried[0].plan.problems[0]}"]
     best = min(possible, key=lambda split: split.simulated.step)
     before, changed = plan.config, best.plan.config
     rollout, further = changed.rollout, ""

@@ -348,6 +348,29 @@ def test_the_plan_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["pinned_bytes"] == learner["pinned_bytes"] == 2 * 2 * 494_032_768
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("miniature", "learner.micro_batch_tokens=10"), "learner.micro_batch_tokens=10 is less"),
+        (
+            ("qwen2.5-math-7b-luffy-published", "replay.max_staleness=6"),
+            "learner.objective.clip_low=null and clip_high=null leave nothing that bounds the ratio",
+        ),
+        (
+            ("qwen2.5-math-1.5b-grpo-2gpu", "rollout.gpus_per_worker=8"),
+            "rollout.gpus_per_worker: 8 ranks of vLLM can't share Qwen/Qwen2.5-Math-1.5B, which has 12",
+        ),
+    ],
+)
+def test_what_a_start_would_refuse_is_a_problem_of_the_plan(
+    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = tandem(capsys, "plan", *words)
+    assert code == 0
+    problems = out.partition("\nproblems\n")[2].splitlines()
+    assert problems[0].startswith(f"  - {why}")
+
+
 def test_a_node_with_too_few_gpus_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = tandem(capsys, "plan", EIGHT, "--gpus", "4")
     assert code == 2
