@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .options import add_preset_words
 
@@ -48,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make the learner's longest step on this machine, and show its memory beside the plan's",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON, in bytes and seconds")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="as JSON, in bytes and seconds; of a preset with stages, an object with each by its name",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,14 +60,24 @@ def run(arguments: argparse.Namespace) -> int:
     from ..run.several.stages import of_plan
 
     name, overrides = split(arguments.words, "miniature")
+    trees: dict[str, Any] = {}
     for label, preset, own in of_plan(load(name), overrides):
         if label and not arguments.json:
             print(f"# ---- stage {label}")
-        _plan(preset, own, arguments)
+        found = _plan(preset, own, arguments, is_stage=bool(label))
+        if arguments.json:
+            trees[label] = found
+        else:
+            print("\n".join(found))
+    if arguments.json:
+        print(json.dumps(trees.get("", trees), indent=1))
     return 0
 
 
-def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -> None:
+def _plan(
+    preset: Preset, overrides: list[str], arguments: argparse.Namespace, *, is_stage: bool
+) -> Any:
+    """The plan of one run, or its splits: lines for a person, or with ``--json`` plain data."""
     from ...common.config.checks.choices import why_not_started
     from ...common.run_folder import RunFolder
     from ..plan import planning, text
@@ -91,15 +105,16 @@ def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -
         "response_tokens": arguments.response_tokens,
         "spread": arguments.spread,
     }
+    if arguments.splits and is_stage and config.learner.source == "offline":
+        said = "no splits: offline nothing is generated, and the learner has all GPUs"
+        return None if arguments.json else [said]
     if arguments.splits:
         tried = splits(preset.name, config, planned_for, **lengths)
         if arguments.json:
-            print(json.dumps([split.as_dict() for split in tried], indent=1))
-        else:
-            placement = planning.on_paper(config, machine(), planned_for)
-            plan = planning.make(preset.name, config, planned_for, placement, **lengths)
-            print("\n".join(text.splits(plan, tried)))
-        return
+            return [split.as_dict() for split in tried]
+        placement = planning.on_paper(config, machine(), planned_for)
+        plan = planning.make(preset.name, config, planned_for, placement, **lengths)
+        return text.splits(plan, tried)
     placement = planning.for_node(config, planned_for)
     plan = planning.make(preset.name, config, planned_for, placement, **lengths)
     if refusal := why_not_started(config):
@@ -115,12 +130,9 @@ def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -
             process["command"] = command_of(spec, dry_run.PARENT)
             process["environment"] = environment_of(spec)
             process["log"] = str(spec.log)
-        print(json.dumps(as_json, indent=1))
-    else:
-        lines = [*text.whole(plan), "", *dry_run.processes(plan, folder, placement)]
-        if comparison is not None:
-            lines += ["", *comparison.lines()]
-        print("\n".join(lines))
+        return as_json
+    lines = [*text.whole(plan), "", *dry_run.processes(plan, folder, placement)]
+    return lines if comparison is None else [*lines, "", *comparison.lines()]
 
 
 def _check_lengths(arguments: argparse.Namespace) -> None:

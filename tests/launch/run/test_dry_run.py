@@ -348,6 +348,29 @@ def test_the_plan_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["pinned_bytes"] == learner["pinned_bytes"] == 2 * 2 * 494_032_768
 
 
+def test_the_stages_of_a_preset_are_one_object_of_json_by_their_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plans = json.loads(tandem(capsys, "plan", "miniature-sft-rl", "--json")[1])
+    assert {label: plan["preset"] for label, plan in plans.items()} == {
+        "sft": "miniature-sft-rl-sft",
+        "rl": "miniature-sft-rl-rl",
+    }
+
+
+def test_a_stage_that_generates_nothing_has_no_splits(capsys: pytest.CaptureFixture[str]) -> None:
+    # One bound, so that it takes no time.
+    one = ("rl.run.deterministic=true", "rl.rollout.engine=torch")
+    words = ("plan", "qwen2.5-math-7b-sft-then-rl-8gpu", *one, "--splits", "--gpus", "2")
+    code, out, _ = tandem(capsys, *words)
+    assert code == 0
+    assert out.startswith("# ---- stage sft\nno splits: offline nothing is generated")
+    assert "# ---- stage rl\nsplits of " in out
+    found = json.loads(tandem(capsys, *words, "--json")[1])
+    assert found["sft"] is None
+    assert [one["ranks"] for one in found["rl"]] == [1]
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
