@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...common.config import Config, OptimizerConfig
 
 LIVE_PARAMETERS = 1_000_000_000
-"""Elements of offloaded weights that ZeRO-3 has on a GPU at most (the default of ``stage3_max_live_parameters``)."""
+"""Elements of weights that ZeRO-3 gathers on a GPU at most (the default of ``stage3_max_live_parameters``)."""
 LOGIT_CHUNK = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Bytes of one chunk of float32 logits, as in :mod:`tandem.learner.forward.logprobs`."""
 LOGITS_KEPT = {"cpu": 1 << 30, "cuda": 0}
@@ -168,13 +168,15 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
 
 
 def of_a_pass(config: Config, shape: ModelShape, device: str) -> dict[str, int]:
-    """Activations and logits of the largest micro-batch. A critic's passes come before the policy's, so that only
-    the greater activations of the two count."""
+    """Activations and logits of the largest micro-batch, and the weights that ZeRO-3 gathers from other ranks, which stay
+    beside a rank's own share. A critic's passes come before the policy's, so that only the greater ones of the two count."""
+    n = shape.parameters
     found, own = activations(config, shape, device), trained(config, shape)
     if config.learner.critic is not None:
         of_critic = critic_shape(config, shape)
         found = max(found, activations(config, of_critic, device))
         own += of_critic.parameters
+        n = max(n, of_critic.parameters)
     if device == "cpu":
         # Gradients are freed in each step and made anew between activations, which have taken parts of their places
         # in glibc's heap by then, so that it has room for both.
@@ -184,7 +186,16 @@ def of_a_pass(config: Config, shape: ModelShape, device: str) -> dict[str, int]:
         # ZeRO-0 copies gradients into one piece to sum them over ranks, when there are no activations any more.
         copied = element(config) * min(REDUCE_BUCKET, trained(config, shape))
         parts["logits"] = max(parts["logits"], copied - parts["activations"])
+    learner = config.learner
+    # Of offloaded weights they are all that is on the device, which counts as its weights.
+    if config.zero_stage() == 3 and learner.ranks > 1 and learner.offload != "parameters":
+        parts["gathered weights"] = element(config) * live_parameters(config, n)
     return parts
+
+
+def live_parameters(config: Config, n: int) -> int:
+    """How many of n parameters ZeRO-3 keeps whole on a device while it computes."""
+    return min(n, zero_setting(config, "stage3_max_live_parameters", LIVE_PARAMETERS))
 
 
 def states(config: Config, n: int, t: int, optimizer: OptimizerConfig) -> dict[str, int]:
@@ -200,8 +211,7 @@ def states(config: Config, n: int, t: int, optimizer: OptimizerConfig) -> dict[s
     ranks = learner.ranks
     weights = e * n // (ranks if stage == 3 else 1)
     if learner.offload == "parameters":
-        live = zero_setting(config, "stage3_max_live_parameters", LIVE_PARAMETERS)
-        weights = e * min(n, live)
+        weights = e * live_parameters(config, n)
     gradients = (4 if e == 2 and stage else e) * t
     if stage >= 2:
         shared = 0 if stage == 3 and learner.offload != "none" else gradients // ranks

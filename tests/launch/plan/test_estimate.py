@@ -254,6 +254,19 @@ def test_offloaded_weights_pass_through_the_gpu() -> None:
     assert found.total - found.parts["runtime"] == 2 * 8_000_000_000
 
 
+def test_zero_3_gathers_weights_beside_each_ranks_share() -> None:
+    def gathered(*overrides: str, count: int = 8_000_000_000) -> int:
+        settings = config("learner.zero_stage=3", *overrides)
+        found = memory.learner(settings, replace(SMALL, counted=count), "cuda", rank=1).parts
+        return found.get("gathered weights", 0)
+
+    assert gathered("learner.ranks=4") == 2 * 1_000_000_000
+    assert gathered("learner.ranks=4", "learner.offload=optimizer", count=N) == 2 * N
+    # One rank has all of them, and offloaded ones count already.
+    assert gathered("learner.ranks=1") == 0
+    assert gathered("learner.ranks=4", "learner.offload=parameters") == 0
+
+
 def test_a_critics_states_are_offloaded_with_the_policys() -> None:
     one = ("learner.zero_stage=2", "learner.offload=optimizer")
     ppo = ("learner.objective.name=ppo", "expert.per_group=0")
