@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ...common.config import VLLM_RANKS
 from ...common.config.checks.deepspeed import REDUCE_BUCKET, zero_setting
+from ...common.import_path import is_installed
 from ...common.longest_pass import longest_pass
 from ...rollout.vllm import vllm_memory
 from .sizes import ModelShape, shape_of, trained
@@ -319,7 +319,7 @@ def fuses(config: Config, device: str) -> bool:
     """Whether the learner's layers have Liger's kernels: on a GPU, if they are asked for, or this host has them."""
     if device != "cuda" or config.model.kernels == "plain":
         return False
-    return config.model.kernels == "liger" or find_spec("liger_kernel") is not None
+    return config.model.kernels == "liger" or is_installed("liger_kernel")
 
 
 def _lines(config: Config, device: str) -> tuple[int, int]:

@@ -320,8 +320,8 @@ def test_with_ligers_kernels_less_is_kept_on_a_gpu(
 
     for kernels, measured in (("plain", plain), ("liger", liger)):
         assert planned(kernels) == pytest.approx(measured, rel=0.03)
-    for there, same in ((None, "plain"), ("spec", "liger")):
-        monkeypatch.setattr(memory, "find_spec", lambda _, there=there: there)
+    for there, same in ((False, "plain"), (True, "liger")):
+        monkeypatch.setattr(memory, "is_installed", lambda _, there=there: there)
         assert planned("auto") == planned(same)
         assert planned("auto", "cpu") == planned("plain", "cpu")
 
