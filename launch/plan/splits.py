@@ -86,8 +86,8 @@ def splits(
         **lengths: lengths as for :func:`~.planning.make`.
 
     Raises:
-        ConfigError: the run is on CPUs or offline, its roles share GPUs, its learner is on several hosts, its model
-            isn't known, or it would be started with no split.
+        ConfigError: the run is on CPUs or offline, its roles share GPUs, its learner is on several hosts, the node
+            has too few GPUs, its model isn't known, or it would be started with no split.
     """
     if config.launch.gpus == "none" or config.launch.share_gpu:
         raise ConfigError(
@@ -101,11 +101,17 @@ def splits(
             f"--splits divides the GPUs of one node, and learner.hosts={config.learner.hosts} spreads the learner "
             f"over several: set learner.hosts=1"
         )
+    each = config.rollout.gpus_per_worker
+    if node.gpus <= each:
+        raise ConfigError(
+            f"--splits needs a GPU for the learner and rollout.gpus_per_worker={each} for an engine, and the node has "
+            f"{node.gpus}: give {1 + each} or more with --gpus"
+        )
     if bounds is None:
         bounds = BOUNDS[:1] if config.run.deterministic else BOUNDS
     found: list[Split] = []
     refusal: str | None = None
-    for ranks, workers in shares(node.gpus, config.rollout.gpus_per_worker):
+    for ranks, workers in shares(node.gpus, each):
         bound_by: Simulated | None = None
         for bound in bounds:
             plan = _plan(name, with_split(config, ranks, workers, bound), node, lengths)

@@ -316,6 +316,10 @@ def test_the_fastest_split_is_told_with_what_its_bound_lowers() -> None:
             "learner.hosts=2 spreads the learner over several",
         ),
         (
+            ("qwen2.5-math-1.5b-grpo-2gpu", "rollout.gpus_per_worker=2"),
+            "rollout.gpus_per_worker=2 for an engine, and the node has 2: give 3 or more with --gpus",
+        ),
+        (
             ("qwen2.5-math-1.5b-grpo-2gpu", "learner.micro_batch_tokens=100"),
             "no split would be started: learner.micro_batch_tokens=100 is less than",
         ),
