@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .options import add_preset_words
 
 if TYPE_CHECKING:
+    from ...common.config import Config
     from ..plan.comparison import Comparison
     from ..plan.planning import Plan
     from ..run.opened.presets import Preset
@@ -99,7 +99,7 @@ def _plan(
         kind=arguments.gpu,
         memory_gb=arguments.gpu_memory,
     )
-    _check_lengths(arguments)
+    _check_lengths(arguments, config)
     lengths = {
         "prompt_tokens": arguments.prompt_tokens,
         "response_tokens": arguments.response_tokens,
@@ -135,16 +135,19 @@ def _plan(
     return lines if comparison is None else [*lines, "", *comparison.lines()]
 
 
-def _check_lengths(arguments: argparse.Namespace) -> None:
+def _check_lengths(arguments: argparse.Namespace, config: Config) -> None:
     """Refuses numbers of the options about lengths that can't be."""
     from ...common.errors import ConfigError
 
-    for option, tokens in (
-        ("--prompt-tokens", arguments.prompt_tokens),
-        ("--response-tokens", arguments.response_tokens),
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    for option, tokens, key, limit in (
+        ("--prompt-tokens", arguments.prompt_tokens, "data.max_prompt_tokens", prompt),
+        ("--response-tokens", arguments.response_tokens, "rollout.max_new_tokens", response),
     ):
-        if tokens is not None and not 0 < tokens < math.inf:
-            raise ConfigError(f"{option} {tokens:g} should be a number of tokens above 0")
+        if tokens is not None and not 0 < tokens <= limit:
+            raise ConfigError(
+                f"{option} {tokens:g} should be a number of tokens above 0, and at most {key}={limit}"
+            )
     if arguments.spread is not None and not 0 <= arguments.spread <= MOST_SPREAD:
         raise ConfigError(f"--spread {arguments.spread:g} should be from 0 to {MOST_SPREAD:g}")
 
