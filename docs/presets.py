@@ -9,7 +9,9 @@ import re
 from itertools import takewhile
 from pathlib import Path
 
-from tandem.launch.run.opened.presets import FOLDER, load, names
+from tandem.launch.plan.placement import workers_of
+from tandem.launch.run.opened.presets import FOLDER, Preset, load, names
+from tandem.launch.run.several.stages import of_plan
 
 PAGE = Path(__file__).with_name("presets.md")
 
@@ -40,7 +42,7 @@ settings are Tandem's own; where such a preset departs from a paper, its file sa
 
 
 GPUS = re.compile(
-    r"[;,] (?:one node of |(?P<shared>engine and learner share ))?(?P<count>\d+|one) GPUs? (?:with|of) (?P<size>\d+) GB"
+    r"[;,] (?:one node of |engine and learner share )?(?P<count>\d+|one) GPUs? (?:with|of) (?P<size>\d+) GB"
     r"(?: or more|, one for the learner and one for vLLM)?"
 )
 """What an ``about`` says of GPUs."""
@@ -56,24 +58,26 @@ def source(name: str) -> str:
     return found["source"] if found else "–"
 
 
-def gpus(about: str) -> str:
-    """How many GPUs a preset is for, and of what size."""
-    found = GPUS.search(about)
+def gpus(preset: Preset) -> str:
+    """How many GPUs a preset is for, of what size, and whether an engine and the learner share one of them."""
+    found = GPUS.search(preset.about)
     if found is None:
         return "none"
+    configs = [run.resolve(words) for _, run, words in of_plan(preset, [])]
+    shared = any(config.launch.share_gpu and workers_of(config) for config in configs)
     count = found["count"].replace("one", "1")
-    return f"{count} x {found['size']} GB" + (", shared" if found["shared"] else "")
+    return f"{count} x {found['size']} GB" + (", shared" if shared else "")
 
 
 def page() -> str:
     """The whole page."""
     rows = ["| name | what it is | GPUs | source |", "|---|---|---|---|"]
     for name in names():
-        about = load(name).about
+        preset = load(name)
         cells = (
             f"[{name}](../launch/configs/{name}.yaml)",
-            GPUS.sub("", about),
-            gpus(about),
+            GPUS.sub("", preset.about),
+            gpus(preset),
             source(name),
         )
         rows.append(f"| {' | '.join(cells)} |")

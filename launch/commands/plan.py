@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from .options import add_preset_words
 
 if TYPE_CHECKING:
+    from ...common.config import Config
     from ..plan.comparison import Comparison
     from ..plan.planning import Plan
     from ..run.opened.presets import Preset
@@ -47,7 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make the learner's longest step on this machine, and show its memory beside the plan's",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON, in bytes and seconds")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="as JSON, in bytes and seconds; of a preset with stages, an object with each by its name",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,14 +60,25 @@ def run(arguments: argparse.Namespace) -> int:
     from ..run.several.stages import of_plan
 
     name, overrides = split(arguments.words, "miniature")
+    trees: dict[str, Any] = {}
     for label, preset, own in of_plan(load(name), overrides):
         if label and not arguments.json:
             print(f"# ---- stage {label}")
-        _plan(preset, own, arguments)
+        found = _plan(preset, own, arguments, is_stage=bool(label))
+        if arguments.json:
+            trees[label] = found
+        else:
+            print("\n".join(found))
+    if arguments.json:
+        print(json.dumps(trees.get("", trees), indent=1))
     return 0
 
 
-def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -> None:
+def _plan(
+    preset: Preset, overrides: list[str], arguments: argparse.Namespace, *, is_stage: bool
+) -> Any:
+    """The plan of one run, or its splits: lines for a person, or with ``--json`` plain data."""
+    from ...common.config.checks.choices import why_not_started
     from ...common.run_folder import RunFolder
     from ..plan import planning, text
     from ..plan.hardware import machine
@@ -83,23 +99,26 @@ def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -
         kind=arguments.gpu,
         memory_gb=arguments.gpu_memory,
     )
-    _check_lengths(arguments)
+    _check_lengths(arguments, config)
     lengths = {
         "prompt_tokens": arguments.prompt_tokens,
         "response_tokens": arguments.response_tokens,
         "spread": arguments.spread,
     }
+    if arguments.splits and is_stage and config.learner.source == "offline":
+        said = "no splits: offline nothing is generated, and the learner has all GPUs"
+        return None if arguments.json else [said]
     if arguments.splits:
         tried = splits(preset.name, config, planned_for, **lengths)
         if arguments.json:
-            print(json.dumps([split.as_dict() for split in tried], indent=1))
-        else:
-            placement = planning.on_paper(config, machine(), planned_for)
-            plan = planning.make(preset.name, config, planned_for, placement, **lengths)
-            print("\n".join(text.splits(plan, tried)))
-        return
+            return [split.as_dict() for split in tried]
+        placement = planning.on_paper(config, machine(), planned_for)
+        plan = planning.make(preset.name, config, planned_for, placement, **lengths)
+        return text.splits(plan, tried)
     placement = planning.for_node(config, planned_for)
     plan = planning.make(preset.name, config, planned_for, placement, **lengths)
+    if refusal := why_not_started(config):
+        plan = replace(plan, problems=(refusal, *plan.problems))
     comparison = _measured(plan) if arguments.measure else None
     if arguments.json:
         as_json = {**plan.as_dict(), "run": str(folder.path)}
@@ -111,24 +130,24 @@ def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -
             process["command"] = command_of(spec, dry_run.PARENT)
             process["environment"] = environment_of(spec)
             process["log"] = str(spec.log)
-        print(json.dumps(as_json, indent=1))
-    else:
-        lines = [*text.whole(plan), "", *dry_run.processes(plan, folder, placement)]
-        if comparison is not None:
-            lines += ["", *comparison.lines()]
-        print("\n".join(lines))
+        return as_json
+    lines = [*text.whole(plan), "", *dry_run.processes(plan, folder, placement)]
+    return lines if comparison is None else [*lines, "", *comparison.lines()]
 
 
-def _check_lengths(arguments: argparse.Namespace) -> None:
+def _check_lengths(arguments: argparse.Namespace, config: Config) -> None:
     """Refuses numbers of the options about lengths that can't be."""
     from ...common.errors import ConfigError
 
-    for option, tokens in (
-        ("--prompt-tokens", arguments.prompt_tokens),
-        ("--response-tokens", arguments.response_tokens),
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    for option, tokens, key, limit in (
+        ("--prompt-tokens", arguments.prompt_tokens, "data.max_prompt_tokens", prompt),
+        ("--response-tokens", arguments.response_tokens, "rollout.max_new_tokens", response),
     ):
-        if tokens is not None and not 0 < tokens < math.inf:
-            raise ConfigError(f"{option} {tokens:g} should be a number of tokens above 0")
+        if tokens is not None and not 0 < tokens <= limit:
+            raise ConfigError(
+                f"{option} {tokens:g} should be a number of tokens above 0, and at most {key}={limit}"
+            )
     if arguments.spread is not None and not 0 <= arguments.spread <= MOST_SPREAD:
         raise ConfigError(f"--spread {arguments.spread:g} should be from 0 to {MOST_SPREAD:g}")
 

@@ -14,7 +14,7 @@ from ...common.import_path import is_installed
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
 from ..plan.placement import Placement, place, samples_here, trackers_of, workers_of
-from ..plan.sizes import safetensors_of, shape_of, trained
+from ..plan.sizes import safetensors_of, shape_of, trained, unlike_ranks
 from ..wording import human, shown_python
 from .environments import check_environments
 from .servers import check_servers
@@ -242,35 +242,8 @@ def check_engine(config: Config, placement: Placement) -> None:
             f"{error}; or do without the evaluations before and after the training: evaluate.at_start=false "
             f"evaluate.at_end=false"
         ) from None
-    _require_equal_ranks(config, gpus=placement.gpus > 0)
-
-
-def _require_equal_ranks(config: Config, *, gpus: bool) -> None:
-    """Checks that each tensor-parallel rank of vLLM gets as many of the model's attention heads as the others."""
-    from ...rollout.engines import ranks
-
-    count, shape = (
-        ranks(config.rollout, gpus=gpus)["tensor_parallel_size"],
-        shape_of(config.model.path),
-    )
-    if shape is None:
-        return
-    # Where there are fewer heads of keys and values than ranks, vLLM copies them.
-    possible = [
-        number
-        for number in range(1, shape.heads + 1)
-        if not shape.heads % number
-        and not max(number, shape.kv_heads) % min(number, shape.kv_heads)
-    ]
-    if count in possible:
-        return
-    args = config.rollout.vllm.args if config.rollout.vllm is not None else {}
-    given = "tensor_parallel_size" in args
-    key = "rollout.vllm.args.tensor_parallel_size" if given else "rollout.gpus_per_worker"
-    raise ConfigError(
-        f"{key}: {count} ranks of vLLM can't share {config.model.path}, which has {shape.heads} attention heads and "
-        f"{shape.kv_heads} of keys and values: make it one of {', '.join(map(str, possible))}"
-    )
+    if refusal := unlike_ranks(config, shape_of(config.model.path), gpus=placement.gpus > 0):
+        raise ConfigError(refusal)
 
 
 def check_kernels(config: Config, placement: Placement) -> None:

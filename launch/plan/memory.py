@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ...common.config import VLLM_RANKS
 from ...common.config.checks.deepspeed import REDUCE_BUCKET, zero_setting
+from ...common.import_path import is_installed
 from ...common.longest_pass import longest_pass
 from ...rollout.vllm import vllm_memory
 from .sizes import ModelShape, shape_of, trained
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...common.config import Config, OptimizerConfig
 
 LIVE_PARAMETERS = 1_000_000_000
-"""Elements of offloaded weights that ZeRO-3 has on a GPU at most (the default of ``stage3_max_live_parameters``)."""
+"""Elements of weights that ZeRO-3 gathers on a GPU at most (the default of ``stage3_max_live_parameters``)."""
 LOGIT_CHUNK = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Bytes of one chunk of float32 logits, as in :mod:`tandem.learner.forward.logprobs`."""
 LOGITS_KEPT = {"cpu": 1 << 30, "cuda": 0}
@@ -168,13 +168,15 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
 
 
 def of_a_pass(config: Config, shape: ModelShape, device: str) -> dict[str, int]:
-    """Activations and logits of the largest micro-batch. A critic's passes come before the policy's, so that only
-    the greater activations of the two count."""
+    """Activations and logits of the largest micro-batch, and the weights that ZeRO-3 gathers from other ranks, which stay
+    beside a rank's own share. A critic's passes come before the policy's, so that only the greater ones of the two count."""
+    n = shape.parameters
     found, own = activations(config, shape, device), trained(config, shape)
     if config.learner.critic is not None:
         of_critic = critic_shape(config, shape)
         found = max(found, activations(config, of_critic, device))
         own += of_critic.parameters
+        n = max(n, of_critic.parameters)
     if device == "cpu":
         # Gradients are freed in each step and made anew between activations, which have taken parts of their places
         # in glibc's heap by then, so that it has room for both.
@@ -184,7 +186,16 @@ def of_a_pass(config: Config, shape: ModelShape, device: str) -> dict[str, int]:
         # ZeRO-0 copies gradients into one piece to sum them over ranks, when there are no activations any more.
         copied = element(config) * min(REDUCE_BUCKET, trained(config, shape))
         parts["logits"] = max(parts["logits"], copied - parts["activations"])
+    learner = config.learner
+    # Of offloaded weights they are all that is on the device, which counts as its weights.
+    if config.zero_stage() == 3 and learner.ranks > 1 and learner.offload != "parameters":
+        parts["gathered weights"] = element(config) * live_parameters(config, n)
     return parts
+
+
+def live_parameters(config: Config, n: int) -> int:
+    """How many of n parameters ZeRO-3 keeps whole on a device while it computes."""
+    return min(n, zero_setting(config, "stage3_max_live_parameters", LIVE_PARAMETERS))
 
 
 def states(config: Config, n: int, t: int, optimizer: OptimizerConfig) -> dict[str, int]:
@@ -200,8 +211,7 @@ def states(config: Config, n: int, t: int, optimizer: OptimizerConfig) -> dict[s
     ranks = learner.ranks
     weights = e * n // (ranks if stage == 3 else 1)
     if learner.offload == "parameters":
-        live = zero_setting(config, "stage3_max_live_parameters", LIVE_PARAMETERS)
-        weights = e * min(n, live)
+        weights = e * live_parameters(config, n)
     gradients = (4 if e == 2 and stage else e) * t
     if stage >= 2:
         shared = 0 if stage == 3 and learner.offload != "none" else gradients // ranks
@@ -309,7 +319,7 @@ def fuses(config: Config, device: str) -> bool:
     """Whether the learner's layers have Liger's kernels: on a GPU, if they are asked for, or this host has them."""
     if device != "cuda" or config.model.kernels == "plain":
         return False
-    return config.model.kernels == "liger" or find_spec("liger_kernel") is not None
+    return config.model.kernels == "liger" or is_installed("liger_kernel")
 
 
 def _lines(config: Config, device: str) -> tuple[int, int]:
@@ -369,6 +379,14 @@ def logits(config: Config, shape: ModelShape, device: str) -> int:
     return int(slack(config, device) * (chunks + kept))
 
 
+def cached_token(config: Config, shape: ModelShape, device: str) -> int:
+    """Bytes of one token's keys and values on each GPU of an engine, whose pipeline divides the layers."""
+    across = config.rollout.gpus_per_worker if device == "cuda" else 1
+    pipeline = int(vllm_setting(config, "args", {}).get("pipeline_parallel_size", 1))
+    pipeline = min(pipeline, across)
+    return max(1, shape.kv_bytes(engine_element(config), across // pipeline) // pipeline)
+
+
 def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holding:
     """The memory of one GPU of an engine, or of an engine on CPUs.
 
@@ -379,7 +397,7 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
     n, e = shape.parameters, engine_element(config)
     across = config.rollout.gpus_per_worker if device == "cuda" else 1
     weights = e * n // across
-    per_token = max(1, shape.kv_bytes(e) // across)
+    per_token = cached_token(config, shape, device)
     rows = config.rollout.groups_per_batch * config.rollout.group_size
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     received = e * trained(config, shape)

@@ -16,9 +16,9 @@ from .hardware import GpuName, Machine
 from .memory import Holding
 from .node import Node
 from .node import node as node_for
-from .placement import Placement, gpus_needed, place, placed, trackers_of, workers_of
+from .placement import Placement, gpus_needed, place, placed, samples_here, trackers_of, workers_of
 from .simulation import Scenario, simulate
-from .sizes import ModelShape, shape_of, too_long, trained
+from .sizes import ModelShape, shape_of, too_long, trained, unlike_ranks
 from .speed import Load, load, scenario
 
 if TYPE_CHECKING:
@@ -300,9 +300,10 @@ def _problems(
             f"the table of well-known models, so memory and time can't be estimated"
         )
         return
-    problem = too_long(config, shape)
-    if problem:
-        yield problem
+    found = [too_long(config, shape)]
+    if samples_here(config) and memory.uses_vllm(config, device):
+        found.append(unlike_ranks(config, shape, gpus=device == "cuda"))
+    yield from filter(None, found)
     if device != "cuda":
         return
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens

@@ -356,6 +356,7 @@ class _Run:
     # The pool and the learner.
 
     def grade(self, group: _Group) -> None:
+        were_refused = len(self.leased) >= self.limits.max_inflight
         del self.leased[group.serial]
         self.graded[group.serial] = group.oldest
         self.tokens_of[group.serial] = group.tokens
@@ -363,6 +364,8 @@ class _Run:
             self.blocked = None
         if not self.training and self.blocked is None:
             self.take()
+        if were_refused:
+            self.lease_all()
 
     def take(self) -> None:
         """Asks for the next row, as the learner does whenever it is free or a group was graded."""

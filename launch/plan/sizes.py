@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...common.errors import DataError
+from ...common.errors import ConfigError, DataError
 from ...common.models import read_model_config, resolve
 from ...common.plain import damaged, read_object
 
@@ -123,9 +123,11 @@ class ModelShape:
         chosen = (width for name, width in widths.items() if everything or name in named)
         return lora.rank * self.layers * sum(chosen)
 
-    def kv_bytes(self, element: int) -> int:
-        """Bytes per token in the KV cache: 2 · L · kv heads · d · element."""
-        return 2 * self.layers * self.kv_width * element
+    def kv_bytes(self, element: int, ranks: int = 1) -> int:
+        """Bytes per token in the KV cache of each tensor-parallel rank: 2 · L · kv heads · d · element, of the heads that
+        are its own. No rank has less than one head: vLLM copies them where there are more ranks."""
+        heads = math.ceil(self.kv_heads / ranks)
+        return 2 * self.layers * heads * self.head_dim * element
 
 
 _OF_MLP = ("gate_proj", "up_proj", "down_proj")
@@ -133,6 +135,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 """Keys of a config.json with the number of experts."""
 _BIASED = ("qwen2", "qwen2_moe")
 """Model types whose queries, keys and values have biases unless their config says otherwise."""
+_TIED = (
+    *("cohere", "cohere2", "ernie4_5", "lfm2", "minicpm3", "smollm3", "starcoder2"),
+    *("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
+    *("recurrent_gemma", "vaultgemma"),
+)
+"""Model types whose output matrix is the input embedding unless their config says otherwise."""
 _MIXTURES = ("granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types with experts in place of the MLP, and nothing else of their own: neither latent keys and values nor
 layers of several kinds."""
@@ -247,7 +255,7 @@ def shape_of(path: str, key: str = "model.path") -> ModelShape | None:
         return known(path)
     config = read_model_config(str(folder))
     shape = from_config(path, config)
-    return None if shape is None else replace(shape, counted=count_parameters(folder))
+    return None if shape is None else replace(shape, counted=count_parameters(folder, shape.tied))
 
 
 def known(name: str) -> ModelShape | None:
@@ -287,7 +295,9 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape | None:
             head_dim=int(tree.get("head_dim") or hidden // heads),
             **mlp,
             vocabulary=int(tree["vocab_size"]),
-            tied=bool(tree.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            tied=bool(
+                tree.get("tie_word_embeddings", config.get("tie_word_embeddings", kind in _TIED))
+            ),
             qkv_bias=bool(tree.get("attention_bias", tree.get("qkv_bias", kind in _BIASED))),
             context=tree.get("max_position_embeddings"),
             source="config.json",
@@ -331,6 +341,34 @@ def too_long(config: Config, shape: ModelShape | None) -> str | None:
     )
 
 
+def unlike_ranks(config: Config, shape: ModelShape | None, *, gpus: bool) -> str | None:
+    """Why vLLM's ranks don't get as many GPUs or as many of the model's attention heads each; None if they do."""
+    from ...rollout.engines import ranks
+
+    try:
+        count = ranks(config.rollout, gpus=gpus)["tensor_parallel_size"]
+    except ConfigError as error:
+        return str(error)
+    if shape is None:
+        return None
+    # Where there are fewer heads of keys and values than ranks, vLLM copies them.
+    possible = [
+        number
+        for number in range(1, shape.heads + 1)
+        if not shape.heads % number
+        and not max(number, shape.kv_heads) % min(number, shape.kv_heads)
+    ]
+    if count in possible:
+        return None
+    args = config.rollout.vllm.args if config.rollout.vllm is not None else {}
+    given = "tensor_parallel_size" in args
+    key = "rollout.vllm.args.tensor_parallel_size" if given else "rollout.gpus_per_worker"
+    return (
+        f"{key}: {count} ranks of vLLM can't share {config.model.path}, which has {shape.heads} attention heads and "
+        f"{shape.kv_heads} of keys and values: make it one of {', '.join(map(str, possible))}"
+    )
+
+
 WAY_OUT = "get the model's files again"
 
 
@@ -359,10 +397,11 @@ def safetensors_of(folder: Path) -> list[Path] | None:
     return [files[name] for name in own or files]
 
 
-def count_parameters(folder: Path) -> int | None:
+def count_parameters(folder: Path, tied: bool = False) -> int | None:
     """Number of elements of all tensors of a folder's model, read from the headers of its safetensors files.
 
-    None if there are none, or if a download is incomplete.
+    Some files hold the output matrix although it is ``tied`` to the input embedding, as Qwen3-0.6B's do; it isn't counted
+    again. None if there are no files, or if a download is incomplete.
 
     Raises:
         DataError: a file isn't safetensors.
@@ -370,7 +409,8 @@ def count_parameters(folder: Path) -> int | None:
     files = safetensors_of(folder)
     if not files:
         return None
-    total = 0
+    shapes: list[list[int]] = []
+    output: list[int] | None = None
     for file in files:
         with open(file, "rb") as content:
             start = content.read(8)
@@ -388,5 +428,9 @@ def count_parameters(folder: Path) -> int | None:
                         DataError,
                         WAY_OUT,
                     )
-                total += math.prod(shape)
-    return total
+                shapes.append(shape)
+                if name == "lm_head.weight":
+                    output = shape
+    if tied and output is not None and shapes.count(output) > 1:
+        shapes.remove(output)
+    return sum(map(math.prod, shapes))

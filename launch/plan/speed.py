@@ -30,6 +30,7 @@ from ...common.config.groups import own_rows, rows_of_group
 from ...replay.rules.leases import Limits
 from .lengths import Lengths
 from .memory import (
+    cached_token,
     critic_shape,
     element,
     engine_element,
@@ -199,12 +200,11 @@ def slots(config: Config, work: Load, cache_tokens: int) -> int:
 def engine_speed(config: Config, shape: ModelShape, node: Node) -> EngineSpeed:
     """Speed of one engine, on all its GPUs together."""
     e, across = engine_element(config), config.rollout.gpus_per_worker
-    flops = PREFILL_SHARE * node.flops * across
-    bandwidth = BANDWIDTH_SHARE * node.bandwidth * across
+    flops, bandwidth = PREFILL_SHARE * node.flops * across, BANDWIDTH_SHARE * node.bandwidth
     return EngineSpeed(
         host=ITERATION_SECONDS,
-        weights=e * shape.parameters / bandwidth,
-        cached_token=shape.kv_bytes(e) / bandwidth,
+        weights=e * shape.parameters / across / bandwidth,
+        cached_token=cached_token(config, shape, "cuda") / bandwidth,
         row=2 * shape.multiplied / flops,
         prompt_token=2 * shape.multiplied / flops,
         load=e * trained(config, shape) / across / PINNED_RATE if config.learner.train else 0.0,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...common.config.checks.choices import why_not_started, why_refused
 from ...common.errors import ConfigError
 from .node import Node
 from .planning import Plan, for_node, make
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ...common.config import Config
 
 BOUNDS = range(9)
-"""Staleness bounds that are tried. Where a run takes fresh samples alone, it is 0."""
+"""Staleness bounds that are tried."""
 FULL = 3
 """A worker leases this many times as many groups as have slots at once: a group keeps its place
 until its longest sample has ended, while the others' slots are free for the next groups."""
@@ -80,12 +81,13 @@ def splits(
         name: name of the preset.
         config: the resolved config; its own split and bound are among those that are tried.
         node: the node with its GPUs.
-        bounds: the staleness bounds to try; None = :data:`BOUNDS`, or 0 alone if the run takes fresh samples alone.
+        bounds: the staleness bounds to try, of which those are left out with which no run would be started;
+            None = :data:`BOUNDS`, or 0 alone with ``run.deterministic``.
         **lengths: lengths as for :func:`~.planning.make`.
 
     Raises:
-        ConfigError: the run is on CPUs or offline, its roles share GPUs, its learner is on several hosts, or its model
-            isn't known.
+        ConfigError: the run is on CPUs or offline, its roles share GPUs, its learner is on several hosts, the node
+            has too few GPUs, its model isn't known, or it would be started with no split.
     """
     if config.launch.gpus == "none" or config.launch.share_gpu:
         raise ConfigError(
@@ -99,14 +101,23 @@ def splits(
             f"--splits divides the GPUs of one node, and learner.hosts={config.learner.hosts} spreads the learner "
             f"over several: set learner.hosts=1"
         )
+    each = config.rollout.gpus_per_worker
+    if node.gpus <= each:
+        raise ConfigError(
+            f"--splits needs a GPU for the learner and rollout.gpus_per_worker={each} for an engine, and the node has "
+            f"{node.gpus}: give {1 + each} or more with --gpus"
+        )
     if bounds is None:
-        fresh = config.learner.objective.fresh_only or config.run.deterministic
-        bounds = BOUNDS[:1] if fresh else BOUNDS
+        bounds = BOUNDS[:1] if config.run.deterministic else BOUNDS
     found: list[Split] = []
-    for ranks, workers in shares(node.gpus, config.rollout.gpus_per_worker):
+    refusal: str | None = None
+    for ranks, workers in shares(node.gpus, each):
         bound_by: Simulated | None = None
         for bound in bounds:
             plan = _plan(name, with_split(config, ranks, workers, bound), node, lengths)
+            if why := why_refused(plan.config) or why_not_started(plan.config):
+                refusal = refusal or why
+                continue
             assert plan.scenario is not None
             simulated = bound_by or simulate(plan.scenario)
             found.append(
@@ -114,6 +125,8 @@ def splits(
             )
             if is_bound(simulated, plan.scenario.slots):
                 bound_by = simulated
+    if refusal and not found:
+        raise ConfigError(f"no split would be started: {refusal}")
     return found
 
 

@@ -205,15 +205,16 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
             "replay.max_staleness"
         ),
     ]
-    for first in [split for split in tried if split.staleness == tried[0].staleness]:
-        here = [s for s in tried if (s.ranks, s.workers) == (first.ranks, first.workers)]
+    for ranks, workers in dict.fromkeys((split.ranks, split.workers) for split in tried):
+        here = [s for s in tried if (s.ranks, s.workers) == (ranks, workers)]
+        first = here[0]
         pinned = f", {human(first.plan.pinned())} of it pinned"
         fits = "" if first.fits else ", DOES NOT FIT"
         lines += [
             "",
             (
-                f"{first.ranks} rank{'s' * (first.ranks > 1)} + {first.workers} "
-                f"engine{'s' * (first.workers > 1)}: fullest GPU {first.plan.fullest():.0%}, main "
+                f"{ranks} rank{'s' * (ranks > 1)} + {workers} "
+                f"engine{'s' * (workers > 1)}: fullest GPU {first.plan.fullest():.0%}, main "
                 f"memory {human(first.plan.host())}{pinned}{fits}"
             ),
         ]
@@ -225,7 +226,7 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
     lines.append("")
     possible = [split for split in tried if split.fits]
     if not possible:
-        return [*lines, "no split fits"]
+        return [*lines, f"no split fits: {tried[0].plan.problems[0]}"]
     best = min(possible, key=lambda split: split.simulated.step)
     before, changed = plan.config, best.plan.config
     rollout, further = changed.rollout, ""

@@ -68,6 +68,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("plan --gpu-memory nan", 2, "--gpu-memory nan should be a number of GB above 0"),
         ("plan --gpus -1", 2, "--gpus -1 should be at least 0"),
         ("plan --response-tokens nan", 2, "--response-tokens nan should be a number of tokens"),
+        ("plan --response-tokens 55", 2, "above 0, and at most rollout.max_new_tokens=54"),
+        ("plan --prompt-tokens 33", 2, "above 0, and at most data.max_prompt_tokens=32"),
         ("plan --spread inf", 2, "--spread inf should be from 0 to 5"),
     ],
 )

@@ -106,11 +106,12 @@ def test_a_download_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     assert (shape.parameters, shape.source) == (SMALL.parameters, "config.json")
 
 
-def weights(path: Path, *sizes: int) -> None:
-    """A safetensors file whose header tells of tensors of these sizes."""
+def weights(path: Path, *sizes: int, **named: list[int]) -> None:
+    """A safetensors file whose header tells of tensors of these sizes, and of these names and shapes."""
+    shapes = {f"t{number}": [size] for number, size in enumerate(sizes)} | named
     header = {
-        f"t{number}": {"dtype": "F32", "shape": [size], "data_offsets": [0, 0]}
-        for number, size in enumerate(sizes)
+        name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+        for name, shape in shapes.items()
     }
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
@@ -130,6 +131,16 @@ def test_weights_that_lie_beside_the_model_again_are_counted_once(tmp_path: Path
     weights(tmp_path / "second.safetensors", 20)
     assert sizes.count_parameters(tmp_path) == 120
     assert [file.name for file in weight_files(tmp_path)] == list(names.values())
+
+
+def test_a_tied_output_matrix_that_a_file_holds_again_is_counted_once(tmp_path: Path) -> None:
+    head, embedding = {"lm_head.weight": [5, 2]}, {"model.embed_tokens.weight": [5, 2]}
+    weights(tmp_path / "model.safetensors", 3, **embedding, **head)
+    assert sizes.count_parameters(tmp_path, tied=True) == 3 + 10
+    assert sizes.count_parameters(tmp_path, tied=False) == 3 + 10 + 10
+    # The only one of the two.
+    weights(tmp_path / "model.safetensors", 3, **head)
+    assert sizes.count_parameters(tmp_path, tied=True) == 3 + 10
 
 
 def test_kv_cache_of_a_token() -> None:
@@ -243,6 +254,19 @@ def test_offloaded_weights_pass_through_the_gpu() -> None:
     assert found.total - found.parts["runtime"] == 2 * 8_000_000_000
 
 
+def test_zero_3_gathers_weights_beside_each_ranks_share() -> None:
+    def gathered(*overrides: str, count: int = 8_000_000_000) -> int:
+        settings = config("learner.zero_stage=3", *overrides)
+        found = memory.learner(settings, replace(SMALL, counted=count), "cuda", rank=1).parts
+        return found.get("gathered weights", 0)
+
+    assert gathered("learner.ranks=4") == 2 * 1_000_000_000
+    assert gathered("learner.ranks=4", "learner.offload=optimizer", count=N) == 2 * N
+    # One rank has all of them, and offloaded ones count already.
+    assert gathered("learner.ranks=1") == 0
+    assert gathered("learner.ranks=4", "learner.offload=parameters") == 0
+
+
 def test_a_critics_states_are_offloaded_with_the_policys() -> None:
     one = ("learner.zero_stage=2", "learner.offload=optimizer")
     ppo = ("learner.objective.name=ppo", "expert.per_group=0")
@@ -296,8 +320,8 @@ def test_with_ligers_kernels_less_is_kept_on_a_gpu(
 
     for kernels, measured in (("plain", plain), ("liger", liger)):
         assert planned(kernels) == pytest.approx(measured, rel=0.03)
-    for there, same in ((None, "plain"), ("spec", "liger")):
-        monkeypatch.setattr(memory, "find_spec", lambda _, there=there: there)
+    for there, same in ((False, "plain"), (True, "liger")):
+        monkeypatch.setattr(memory, "is_installed", lambda _, there=there: there)
         assert planned("auto") == planned(same)
         assert planned("auto", "cpu") == planned("plain", "cpu")
 
@@ -478,6 +502,17 @@ def test_what_frees_memory_of_vllm_on_a_gpu_is_what_its_cache_follows() -> None:
 def test_tensor_parallel_ranks_hold_a_part_each() -> None:
     found = memory.engine(config("rollout.gpus_per_worker=2"), SMALL, "cuda", 8 * GB)
     assert found.parts["weights"] == N
+
+
+def test_a_head_of_keys_and_values_is_copied_where_tensor_parallel_ranks_outnumber_them() -> None:
+    def by_token(each: int, *overrides: str) -> int:
+        given = config(f"rollout.gpus_per_worker={each}", *overrides)
+        return memory.cached_token(given, replace(SMALL, heads=4, kv_heads=2), "cuda")
+
+    # 2 layers x 2 heads x 4 x 2 (keys and values) x 2 bytes.
+    assert [by_token(each) for each in (1, 2, 4)] == [64, 32, 32]
+    # A pipeline of two has half of the layers on each.
+    assert by_token(4, "rollout.vllm.args={pipeline_parallel_size: 2}") == 16
 
 
 def test_vllm_on_cpus_is_several_processes() -> None:
@@ -662,9 +697,10 @@ def test_decoding_reads_weights_and_cache_once_an_iteration() -> None:
     assert found.iteration(4, 800) == pytest.approx(read + 0.005)
     # With many short rows the arithmetic takes longer.
     assert found.iteration(10**6, 0) == pytest.approx(2 * N * 10**6 / 0.5e12 + 0.005)
-    # Two GPUs read twice as fast.
+    # Two GPUs read twice as fast, but each of them the one head of keys and values.
     both = speed.engine_speed(config("rollout.gpus_per_worker=2"), SMALL, PLAIN)
-    assert both.iteration(4, 800) == pytest.approx(read / 2 + 0.005)
+    read = (2 * N / 2 + 4 * 200 * 32) / 0.7e9
+    assert both.iteration(4, 800) == pytest.approx(read + 0.005)
 
 
 def test_slots_are_what_vllm_is_set_to_and_what_its_cache_holds() -> None:

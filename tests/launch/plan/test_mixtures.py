@@ -1,4 +1,4 @@
-"""The sizes of mixtures of experts, against small models of transformers."""
+"""The sizes of mixtures of experts and of tied models, against small models of transformers."""
 
 from __future__ import annotations
 
@@ -42,6 +42,19 @@ def test_a_mixture_has_all_its_experts_and_multiplies_by_those_that_are_chosen(
         if key.endswith("_proj") and isinstance(module, torch.nn.Linear)
     ]
     assert shape.adapters(LoraConfig(rank=2)) == 2 * sum(sum(one.weight.shape) for one in adapted)
+
+
+def test_a_model_is_tied_by_default_as_its_class_in_transformers_is() -> None:
+    """Saved configs leave a setting out that has its default."""
+    from transformers import AutoConfig
+
+    for kind in sorted({family.kind for family in families.FAMILIES}):
+        settings = AutoConfig.for_model(kind)
+        content = settings.to_dict()
+        tied = content.pop("tie_word_embeddings")
+        shape = sizes.from_config(kind, content)
+        if shape is not None:
+            assert (kind, shape.tied) == (kind, tied)
 
 
 @pytest.mark.parametrize("name", ["DeepSeek V3", "Llama 4", "Qwen3-Next", "gpt-oss"])

@@ -112,6 +112,13 @@ def test_a_slow_pool_is_counted() -> None:
     assert seconds(scenario(graded_a_second=0.5)) == pytest.approx(50 + 16 + 20)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_more_groups_are_leased_than_the_limit_and_a_graded_one_makes_room(workers: int) -> None:
+    made = scenario(workers=workers)
+    limits = replace(made.limits, max_inflight=2)
+    assert seconds(replace(made, limits=limits)) == pytest.approx(2 * 50 + 20)
+
+
 def test_roles_that_share_gpus_take_turns_however_stale_samples_may_be() -> None:
     assert seconds(scenario(staleness=1, shared=True)) == pytest.approx(50 + 20)
 

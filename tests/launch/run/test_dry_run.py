@@ -282,8 +282,9 @@ def test_splits_keep_to_fresh_samples_where_the_run_needs_them(
     words = ("--gpu", "H100", "--gpus", "2", "--splits", "--json")
     two, unclipped = "qwen2.5-math-1.5b-grpo-2gpu", "learner.objective.name=reinforce"
     fresh = ("replay.max_staleness=0", unclipped)
+    bare = ("replay.max_staleness=0", "learner.objective={clip_low: null, clip_high: null}")
     same = ("run.deterministic=true", "rollout.engine=torch")
-    for settings in (fresh, same):
+    for settings in (fresh, bare, same):
         told = json.loads(tandem(capsys, "plan", two, *settings, *words)[1])
         assert [one["max_staleness"] for one in told] == [0]
     # It fixes the leases, too.
@@ -314,6 +315,14 @@ def test_the_fastest_split_is_told_with_what_its_bound_lowers() -> None:
             ("qwen2.5-math-1.5b-grpo-2gpu", "learner.ranks=2", "learner.hosts=2"),
             "learner.hosts=2 spreads the learner over several",
         ),
+        (
+            ("qwen2.5-math-1.5b-grpo-2gpu", "rollout.gpus_per_worker=2"),
+            "rollout.gpus_per_worker=2 for an engine, and the node has 2: give 3 or more with --gpus",
+        ),
+        (
+            ("qwen2.5-math-1.5b-grpo-2gpu", "learner.micro_batch_tokens=100"),
+            "no split would be started: learner.micro_batch_tokens=100 is less than",
+        ),
     ],
 )
 def test_splits_of_what_cannot_be_split_are_refused(
@@ -341,6 +350,52 @@ def test_the_plan_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan["step"]["simulated"]
     assert found["trained"] == pytest.approx((1 - found["learner_waits"]) * found["step"])
     assert plan["pinned_bytes"] == learner["pinned_bytes"] == 2 * 2 * 494_032_768
+
+
+def test_the_stages_of_a_preset_are_one_object_of_json_by_their_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plans = json.loads(tandem(capsys, "plan", "miniature-sft-rl", "--json")[1])
+    assert {label: plan["preset"] for label, plan in plans.items()} == {
+        "sft": "miniature-sft-rl-sft",
+        "rl": "miniature-sft-rl-rl",
+    }
+
+
+def test_a_stage_that_generates_nothing_has_no_splits(capsys: pytest.CaptureFixture[str]) -> None:
+    # One bound, so that it takes no time.
+    one = ("rl.run.deterministic=true", "rl.rollout.engine=torch")
+    words = ("plan", "qwen2.5-math-7b-sft-then-rl-8gpu", *one, "--splits", "--gpus", "2")
+    code, out, _ = tandem(capsys, *words)
+    assert code == 0
+    assert out.startswith("# ---- stage sft\nno splits: offline nothing is generated")
+    assert "# ---- stage rl\nsplits of " in out
+    found = json.loads(tandem(capsys, *words, "--json")[1])
+    assert found["sft"] is None
+    assert [one["ranks"] for one in found["rl"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("miniature", "learner.micro_batch_tokens=10"), "learner.micro_batch_tokens=10 is less"),
+        (
+            ("qwen2.5-math-7b-luffy-published", "replay.max_staleness=6"),
+            "learner.objective.clip_low=null and clip_high=null leave nothing that bounds the ratio",
+        ),
+        (
+            ("qwen2.5-math-1.5b-grpo-2gpu", "rollout.gpus_per_worker=8"),
+            "rollout.gpus_per_worker: 8 ranks of vLLM can't share Qwen/Qwen2.5-Math-1.5B, which has 12",
+        ),
+    ],
+)
+def test_what_a_start_would_refuse_is_a_problem_of_the_plan(
+    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = tandem(capsys, "plan", *words)
+    assert code == 0
+    problems = out.partition("\nproblems\n")[2].splitlines()
+    assert problems[0].startswith(f"  - {why}")
 
 
 def test_a_node_with_too_few_gpus_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
