@@ -155,6 +155,7 @@ def _vllm(
     if lora is None:
         require_checkpoint_names(path, facts.specs)
     gpus = torch.cuda.is_available()
+    require_adapter_dtype(model, rollout, lora, gpus=gpus)
     cache = None if settings.kv_cache_mb is None else settings.kv_cache_mb << 20
     if cache is None and shares_gpu and gpus:
         adapter = 0 if lora is None else sum(math.prod(spec.shape) for spec in facts.specs)
@@ -182,6 +183,19 @@ def _vllm(
         lora=lora,
         versions=versions,
     )
+
+
+def require_adapter_dtype(
+    model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig | None, *, gpus: bool
+) -> None:
+    """Raises ``ConfigError`` for vLLM with adapters in a dtype that its kernels on GPUs don't have
+    (``vllm/lora/ops/triton_ops/lora_shrink_op.py``)."""
+    if lora is not None and gpus and (rollout.dtype or model.dtype) == "float32":
+        key = "rollout.dtype" if rollout.dtype else "model.dtype"
+        raise ConfigError(
+            f"{key}=float32: vLLM's adapters (learner.lora) are float16 or bfloat16 on GPUs: set "
+            f"rollout.dtype=bfloat16, or rollout.engine=torch"
+        )
 
 
 def ranks(rollout: RolloutConfig, *, gpus: bool) -> dict[str, int]:
