@@ -24,6 +24,8 @@ from .engine import Engine
 
 MIN_ROWS = 256
 """Least value for the number of samples that an engine may run at a time."""
+STEP_TOKENS = 2048
+"""Tokens that vLLM computes in a step unless it is told otherwise (``vllm/config/scheduler.py``)."""
 _METHODS = ("keyed_noise", *(name for name in vars(Engine) if not name.startswith("_")))
 
 
@@ -161,20 +163,23 @@ def _vllm(
         adapter = 0 if lora is None else sum(math.prod(spec.shape) for spec in facts.specs)
         held = getattr(torch, dtype).itemsize * (facts.parameters + versions * adapter)
         cache = vllm_memory.beside_a_learner(settings, held // rollout.gpus_per_worker)
+    running = settings.max_num_seqs or rows
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": dtype,
         **ranks(rollout, gpus=gpus),
         "max_model_len": facts.context,
-        "max_num_seqs": settings.max_num_seqs or rows,
+        "max_num_seqs": running,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache,
         "enforce_eager": settings.enforce_eager,
         **(vllm_adapters.arguments(lora, versions) if lora is not None else {}),
     }
+    # A step has a token of each row at least, or vLLM refuses to start.
+    tokens = {"max_num_batched_tokens": running} if running > STEP_TOKENS else {}
     return VllmEngine(
         VllmProcess(
-            {**settings.args, **arguments},
+            {**tokens, **settings.args, **arguments},
             start_seconds=settings.start_seconds,
         ),
         tokenizer,

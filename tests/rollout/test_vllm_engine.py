@@ -114,6 +114,19 @@ class TestWithoutVllm:
         assert given["hf_overrides"] == {"rope_parameters": {"factor": 2.0}}
         assert given["compilation_config"] == {"mode": 0}
 
+    def test_a_step_has_room_for_a_token_of_each_row(self, given: dict[str, Any]) -> None:
+        def tokens(**settings: Any) -> Any:
+            given.clear()
+            rollout = RolloutConfig(engine="vllm", vllm=VllmConfig(**settings), group_size=16)
+            engines.make_engine(ModelConfig(), rollout.model_copy(update={"groups_per_batch": 300}))
+            return given.get("max_num_batched_tokens")
+
+        # vLLM refuses fewer tokens than rows, and computes 2,048 by default.
+        assert tokens() == 4800
+        assert tokens(max_num_seqs=3000) == 3000
+        assert tokens(max_num_seqs=2048) is None
+        assert tokens(args={"max_num_batched_tokens": 8192}) == 8192
+
     @pytest.mark.parametrize("rank", [None, 8])
     def test_beside_a_learner_vllm_is_told_its_cache_and_measures_nothing(
         self, rank: int | None, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
