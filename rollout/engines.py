@@ -24,6 +24,8 @@ from .engine import Engine
 
 MIN_ROWS = 256
 """Least value for the number of samples that an engine may run at a time."""
+STEP_TOKENS = 2048
+"""Tokens that vLLM computes in a step unless it is told otherwise (``vllm/config/scheduler.py``)."""
 _METHODS = ("keyed_noise", *(name for name in vars(Engine) if not name.startswith("_")))
 
 
@@ -155,25 +157,29 @@ def _vllm(
     if lora is None:
         require_checkpoint_names(path, facts.specs)
     gpus = torch.cuda.is_available()
+    require_adapter_dtype(model, rollout, lora, gpus=gpus)
     cache = None if settings.kv_cache_mb is None else settings.kv_cache_mb << 20
     if cache is None and shares_gpu and gpus:
         adapter = 0 if lora is None else sum(math.prod(spec.shape) for spec in facts.specs)
         held = getattr(torch, dtype).itemsize * (facts.parameters + versions * adapter)
         cache = vllm_memory.beside_a_learner(settings, held // rollout.gpus_per_worker)
+    running = settings.max_num_seqs or rows
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": dtype,
         **ranks(rollout, gpus=gpus),
         "max_model_len": facts.context,
-        "max_num_seqs": settings.max_num_seqs or rows,
+        "max_num_seqs": running,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache,
         "enforce_eager": settings.enforce_eager,
         **(vllm_adapters.arguments(lora, versions) if lora is not None else {}),
     }
+    # A step has a token of each row at least, or vLLM refuses to start.
+    tokens = {"max_num_batched_tokens": running} if running > STEP_TOKENS else {}
     return VllmEngine(
         VllmProcess(
-            {**settings.args, **arguments},
+            {**tokens, **settings.args, **arguments},
             start_seconds=settings.start_seconds,
         ),
         tokenizer,
@@ -182,6 +188,19 @@ def _vllm(
         lora=lora,
         versions=versions,
     )
+
+
+def require_adapter_dtype(
+    model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig | None, *, gpus: bool
+) -> None:
+    """Raises ``ConfigError`` for vLLM with adapters in a dtype that its kernels on GPUs don't have
+    (``vllm/lora/ops/triton_ops/lora_shrink_op.py``)."""
+    if lora is not None and gpus and (rollout.dtype or model.dtype) == "float32":
+        key = "rollout.dtype" if rollout.dtype else "model.dtype"
+        raise ConfigError(
+            f"{key}=float32: vLLM's adapters (learner.lora) are float16 or bfloat16 on GPUs: set "
+            f"rollout.dtype=bfloat16, or rollout.engine=torch"
+        )
 
 
 def ranks(rollout: RolloutConfig, *, gpus: bool) -> dict[str, int]:

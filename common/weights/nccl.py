@@ -113,7 +113,8 @@ class Nccl(Channel):
         self.abort()
 
     def _meet(self, at: Meeting) -> None:
-        """Meets the other ranks. The communicator forms at the first transfer."""
+        """Meets the other ranks. The communicator forms at the first transfer, which nothing ends if one doesn't come."""
+        deadline = time.monotonic() + self.settings.open_seconds
         # NCCL takes a bare name for a prefix. A learner's process has set it before its ranks met.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(self._address(at))}")
         self._store = enter(at, self.settings.open_seconds)
@@ -130,6 +131,10 @@ class Nccl(Channel):
         try:
             with _unwatched():
                 self._group = ProcessGroupNCCL(self._store, at.rank, at.world_size, options)
+            self._store.set(f"here/{at.rank}", "")
+            left = max(0.1, deadline - time.monotonic())
+            ranks = [f"here/{rank}" for rank in range(at.world_size)]
+            self._store.wait(ranks, timedelta(seconds=left))
         except RuntimeError as error:
             raise WeightsError(
                 f"the NCCL channel couldn't be opened: {first_line(error)}"

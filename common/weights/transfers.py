@@ -374,6 +374,8 @@ class Transfers:
         members = self._members_of(one)
         if not members:
             self._rounds.remove(one)
+            # A thread that waits there for ranks is done waiting.
+            one.meeting_point = None
             if one.channel is not None:
                 # Its thread may wait until its deadline, and keeps the slot pinned until then.
                 one.channel.abort()

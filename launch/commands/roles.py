@@ -23,6 +23,7 @@ from .options import add_run, joined, locate
 
 if TYPE_CHECKING:
     from ...common.config import Config
+    from ..host.held_gpus import HeldGpus
 
 ENTRY = {
     "rollout": "tandem.rollout.main",
@@ -129,8 +130,9 @@ def run_role(
     from ...common.telemetry import start_log
     from ...replay.hosts import new_member
     from ..failures import tell
+    from ..host.held_gpus import HeldGpus
     from ..plan.advice import advice
-    from ..run.processes.parts import THREAD_VARIABLES
+    from ..run.processes.parts import PLACED, THREAD_VARIABLES
 
     disk.keep_streams()
     join, folder = locate(arguments)
@@ -146,6 +148,9 @@ def run_role(
     unset = [variable for variable in THREAD_VARIABLES if variable not in os.environ]
     if unset:
         os.environ.update(dict.fromkeys(unset, str(_threads(role, config))))
+    held = HeldGpus()
+    if role == "rollout" and PLACED not in os.environ:
+        os.environ.update(_seeing(config, held))
     entry = importlib.import_module(ENTRY[role])
     try:
         try:
@@ -173,6 +178,23 @@ def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _seeing(config: Config, held: HeldGpus) -> dict[str, str]:
+    """Variables by which a worker that was started by hand sees the GPUs that it holds; the launcher chooses them itself.
+
+    Raises:
+        ConfigError: too few are left, and ``launch.gpus=required``.
+    """
+    from ..run.joining import free_gpus
+    from ..run.processes.parts import seeing
+
+    if config.launch.gpus == "none":
+        return seeing(())
+    each = config.rollout.gpus_per_worker
+    say = logging.getLogger("tandem").warning
+    (gpus,) = free_gpus(config, "rollout", 1, each, held=held, say=say)
+    return seeing(gpus)
 
 
 def _threads(role: str, config: Config) -> int:

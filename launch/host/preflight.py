@@ -230,7 +230,7 @@ def wants_vllm(config: Config, *, gpus: bool) -> bool:
 
 def check_engine(config: Config, placement: Placement) -> None:
     """Raises ``ConfigError`` if workers, or an offline run's evaluations, would be started with a vLLM that can't serve
-    them, or that can't divide the model among its ranks."""
+    them or their adapters, or that can't divide the model among its ranks."""
     if not wants_vllm(config, gpus=placement.gpus > 0):
         return
     try:
@@ -242,7 +242,11 @@ def check_engine(config: Config, placement: Placement) -> None:
             f"{error}; or do without the evaluations before and after the training: evaluate.at_start=false "
             f"evaluate.at_end=false"
         ) from None
-    if refusal := unlike_ranks(config, shape_of(config.model.path), gpus=placement.gpus > 0):
+    from ...rollout.engines import require_adapter_dtype
+
+    on_gpus = placement.gpus > 0
+    require_adapter_dtype(config.model, config.rollout, config.learner.lora, gpus=on_gpus)
+    if refusal := unlike_ranks(config, shape_of(config.model.path), gpus=on_gpus):
         raise ConfigError(refusal)
 
 

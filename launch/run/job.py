@@ -15,6 +15,7 @@ from ...common.plain import read_object
 from ...common.run_folder import RunFolder
 from ..board.terminal import Terminal
 from ..host.folder_lock import FolderLock
+from ..host.held_gpus import HeldGpus
 from ..host.preflight import check_disk, check_host
 from ..ingest.process import Found, IngestProcess
 from ..plan.hardware import Machine, machine
@@ -104,6 +105,7 @@ class Job:
         self._say = terminal.say
         self._lock = FolderLock(self._folder)
         self._machine: Machine = machine()
+        self._held = HeldGpus()
         self._record = RunRecord(opening, began)
         self._ingest: IngestProcess | None = None
         self._parts: list[Part] = []
@@ -121,6 +123,7 @@ class Job:
             self._end_ingest()
             for part in self._parts:
                 part.end_early()
+            self._held.release()
             self._lock.release()
 
     def _checked(self) -> int:
@@ -132,6 +135,10 @@ class Job:
                 f"{', '.join(self._opening.kept)}"
             )
         placement, model = check_host(config, self._machine, anew=not resumed)
+        # With launch.share_gpu workers that are added may share GPUs with ranks, and not with engines.
+        ranks = () if config.launch.share_gpu else placement.learner
+        placed = {gpu for seen in (*ranks, *placement.rollout) for gpu in seen}
+        self._held.take(gpu for gpu in self._machine.gpus if gpu.told in placed)
         if idle := gpus_left_idle(config, self._machine):
             self._say(f"warning: {idle}")
         for problem in problems_on_paper(config, self._machine, placement):

@@ -24,6 +24,7 @@ from ...common.waiting import Wait
 from ...replay.hosts import Failure, Host, HostLink, HostState, Meeting, new_member
 from ...replay.ledger import Ledger
 from ..board.terminal import Terminal
+from ..host.held_gpus import HeldGpus
 from ..host.surroundings import check_torch
 from ..plan.hardware import GpuName, machine
 from ..wording import shown
@@ -190,7 +191,8 @@ def _dry_run(joining: Joining, info: JoinInfo, config: Config) -> list[str]:
     """What this host would start for the run, with each process's GPUs, threads and command."""
     from .dry_run import PARENT, PORT, command_line
 
-    gpus = gpus_of(config, joining.role, joining.workers)
+    idle: list[str] = []
+    gpus = gpus_of(config, joining.role, joining.workers, say=idle.append)
     member = new_member(joining.name)
     folder = joining.logs(member)
     if joining.role == "learner":
@@ -205,6 +207,7 @@ def _dry_run(joining: Joining, info: JoinInfo, config: Config) -> list[str]:
         f"would join the run at {info.host}:{info.port}; nothing is started, and the run isn't told",
         "",
         f"this machine: {machine()}",
+        *(f"warning: {line}" for line in idle),
         f"address: {address_towards(info.host, info.port)}, from which the run's Redis can be reached",
         f"logs: {shown(folder)}",
         f"drain: at most {joining.drain(config):g} s after SIGTERM or Ctrl-C",
@@ -227,7 +230,14 @@ def _dry_run(joining: Joining, info: JoinInfo, config: Config) -> list[str]:
 def _joined(
     joining: Joining, terminal: Terminal, info: JoinInfo, store: Store, config: Config
 ) -> int:
-    gpus = gpus_of(config, joining.role, joining.workers)
+    held = HeldGpus()
+    gpus = gpus_of(
+        config,
+        joining.role,
+        joining.workers,
+        held=held,
+        say=lambda line: terminal.say(f"warning: {line}"),
+    )
     if any(gpus):
         check_torch()
     member = new_member(joining.name)
@@ -271,6 +281,7 @@ def _joined(
     finally:
         # An entry that stays tells of a host that was lost, and whose failure that was.
         link.stop(leave=orderly)
+        held.release()
     return _code(outcome, supervisor, link, store, say)
 
 
@@ -332,8 +343,22 @@ def _code(
     return 75
 
 
-def gpus_of(config: Config, role: str, workers: int | None) -> list[tuple[GpuName, ...]]:
+def gpus_of(
+    config: Config,
+    role: str,
+    workers: int | None,
+    *,
+    held: HeldGpus | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[tuple[GpuName, ...]]:
     """The GPUs of each process that is to run here, one entry a process.
+
+    Args:
+        config: the run's.
+        role: what the processes do.
+        workers: how many there are to be; None = as many as the free GPUs serve, or one.
+        held: holds the GPUs from now on; None = they are only looked at.
+        say: is told if GPUs are left idle.
 
     Raises:
         ConfigError: the number of processes isn't one that the run can use, or the GPUs don't suffice.
@@ -365,16 +390,48 @@ def gpus_of(config: Config, role: str, workers: int | None) -> list[tuple[GpuNam
         )
     if config.launch.gpus == "none" or not each:
         return [()] * (workers or 1)
-    have = [gpu.told for gpu in machine().gpus]
-    wanted = workers or max(1, len(have) // each)
-    if len(have) < wanted * each:
-        if config.launch.gpus == "auto":
-            return [()] * wanted
-        raise ConfigError(
-            f"{wanted} {role} process{'es' * (wanted > 1)} need {wanted * each} GPUs "
-            f"(launch.gpus=required) and this host has {len(have) or 'none'}: lower --workers"
+    return free_gpus(config, role, workers, each, held=held, say=say)
+
+
+def free_gpus(
+    config: Config,
+    role: str,
+    workers: int | None,
+    each: int,
+    *,
+    held: HeldGpus | None,
+    say: Callable[[str], None],
+) -> list[tuple[GpuName, ...]]:
+    """So many GPUs for each process, of those that no other process holds; see :func:`gpus_of`."""
+    there = machine().gpus
+    holding = HeldGpus() if held is None else held
+    # With launch.share_gpu a GPU is held by an engine, and a rank of the learner may be beside it.
+    shares = config.launch.share_gpu and role == "learner"
+    free = there if shares else holding.take(there, workers and workers * each)
+    wanted = workers or max(1, len(free) // each)
+    suffices = len(free) >= wanted * each
+    if held is None or not suffices:
+        holding.release()
+    if suffices:
+        have = [gpu.told for gpu in free]
+        return [tuple(have[i * each : (i + 1) * each]) for i in range(wanted)]
+    others = len(there) - len(free)
+    lacking = (
+        f"{wanted} {role} process{'es' * (wanted > 1)} need{'s' * (wanted == 1)} {wanted * each} "
+        f"GPU{'s' * (wanted * each > 1)}, and this host has {len(there) or 'none'}"
+        f"{f', of which {others} are held by other processes of Tandem' * (others > 0)}"
+    )
+    way_out = "lower --workers" if wanted > 1 else "run it where there are as many"
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if mask is not None:
+        way_out += f", or have CUDA_VISIBLE_DEVICES={mask} name more of them"
+    if config.launch.gpus == "required":
+        raise ConfigError(f"{lacking} (launch.gpus=required): {way_out}")
+    if there:
+        say(
+            f"{lacking}, so {'they run' if wanted > 1 else 'it runs'} on CPUs (launch.gpus=auto): {way_out}"
         )
-    return [tuple(have[i * each : (i + 1) * each]) for i in range(wanted)]
+    return [()] * wanted
 
 
 def parts(

@@ -114,6 +114,19 @@ class TestWithoutVllm:
         assert given["hf_overrides"] == {"rope_parameters": {"factor": 2.0}}
         assert given["compilation_config"] == {"mode": 0}
 
+    def test_a_step_has_room_for_a_token_of_each_row(self, given: dict[str, Any]) -> None:
+        def tokens(**settings: Any) -> Any:
+            given.clear()
+            rollout = RolloutConfig(engine="vllm", vllm=VllmConfig(**settings), group_size=16)
+            engines.make_engine(ModelConfig(), rollout.model_copy(update={"groups_per_batch": 300}))
+            return given.get("max_num_batched_tokens")
+
+        # vLLM refuses fewer tokens than rows, and computes 2,048 by default.
+        assert tokens() == 4800
+        assert tokens(max_num_seqs=3000) == 3000
+        assert tokens(max_num_seqs=2048) is None
+        assert tokens(args={"max_num_batched_tokens": 8192}) == 8192
+
     @pytest.mark.parametrize("rank", [None, 8])
     def test_beside_a_learner_vllm_is_told_its_cache_and_measures_nothing(
         self, rank: int | None, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -124,7 +137,7 @@ class TestWithoutVllm:
         def cache(*, shares: bool = True, versions: int = 3, **settings: Any) -> Any:
             engines.make_engine(
                 ModelConfig(),
-                RolloutConfig(engine="vllm", vllm=VllmConfig(**settings)),
+                RolloutConfig(engine="vllm", dtype="bfloat16", vllm=VllmConfig(**settings)),
                 max_prompt_tokens=32,
                 lora=None if rank is None else LoraConfig(rank=rank),
                 versions=versions,
@@ -133,10 +146,10 @@ class TestWithoutVllm:
             return given["kv_cache_memory_bytes"]
 
         model = load_model("miniature", dtype="float32", attention="sdpa", device="cpu")
-        held = 4 * sum(parameter.numel() for parameter in model.parameters())
+        held = 2 * sum(parameter.numel() for parameter in model.parameters())
         if rank is not None:
             layers = adapted_layers(model, LoraConfig(rank=rank))
-            held += 3 * 4 * sum(a * b for _, (a, b) in adapter_tensors(layers, rank))
+            held += 3 * 2 * sum(a * b for _, (a, b) in adapter_tensors(layers, rank))
         share = int(0.3 * (24 << 30))
         assert cache(gpu_memory_utilization=0.3) == share - held - vllm_memory.WORKSPACE
         assert cache(kv_cache_mb=64) == 64 << 20
@@ -147,6 +160,21 @@ class TestWithoutVllm:
             cache(gpu_memory_utilization=0.08)
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         assert cache() is None
+
+    def test_adapters_in_a_dtype_without_kernels_on_gpus_are_refused(
+        self, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def make() -> None:
+            engines.make_engine(
+                ModelConfig(), RolloutConfig(engine="vllm", vllm=VllmConfig()), lora=LoraConfig()
+            )
+
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        with pytest.raises(ConfigError, match=r"model.dtype=float32: .*rollout.dtype=bfloat16"):
+            make()
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        make()
+        assert given["dtype"] == "float32"
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_without_an_answer_a_gpus_size_is_an_error(self) -> None:

@@ -13,12 +13,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from tandem.common.config import WeightsConfig
 from tandem.common.errors import WeightsError
@@ -27,6 +28,7 @@ from tandem.common.weights.gloo import meeting_point
 from tandem.common.weights.manifest import plan
 from tandem.common.weights.protocol import Meeting
 from tandem.common.weights.shared_memory import StagedTensors, stage
+from tandem.common.weights.transfers import Round, Transfers
 
 DEADLINE = 20.0
 """For every wait, seconds."""
@@ -149,7 +151,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def point() -> TCPStore:
-    return meeting_point("127.0.0.1")
+    """A meeting point to which all ranks have come."""
+    made = meeting_point("127.0.0.1")
+    for rank in range(3):
+        PrefixStore("weights/a", made).set(f"here/{rank}", "")
+    return made
 
 
 def staged(content: torch.Tensor) -> StagedTensors:
@@ -307,3 +313,44 @@ def test_nobody_aborts_a_communicator_before_all_workers_have_everything(
 def test_a_channel_ends_by_its_deadline_if_a_worker_never_has_everything(point: TCPStore) -> None:
     send(point, seconds=0.5)
     assert groups[0].aborted.wait(DEADLINE)
+
+
+def test_a_communicator_is_formed_only_when_all_ranks_are_there() -> None:
+    """NCCL waits without a deadline for one that was killed before it came, and an abort doesn't end that."""
+    empty = meeting_point("127.0.0.1")
+    with pytest.raises(WeightsError, match="couldn't be opened: "):
+        channel(open_seconds=0.3).send(staged(SENT), meeting(empty, 0))
+    assert not groups[0].posted_on
+    assert groups[0].aborted.wait(DEADLINE)
+    there = [
+        threading.Thread(target=end, args=(empty,), kwargs={"seconds": 60} if end is send else {})
+        for end in (send, receive)
+    ]
+    for thread in there:
+        thread.start()
+    for thread in there:
+        thread.join(DEADLINE)
+    assert all(group.posted_on for group in groups[1:])
+
+
+def test_a_round_that_all_workers_have_left_lets_the_learners_thread_go(tmp_path: Path) -> None:
+    """It holds a buffer of the model's size meanwhile."""
+    transfers = Transfers(WeightsConfig(), None, None, snapshots=tmp_path)  # type: ignore[arg-type]
+    made = meeting_point("127.0.0.1")
+    own = channel(open_seconds=100)
+    at = meeting(made, 0)
+    one = Round(offer=None, channel=own, meeting_point=made)  # type: ignore[arg-type]
+    del made
+    transfers._rounds.append(one)
+    failed = threading.Event()
+
+    def learner() -> None:
+        with pytest.raises(WeightsError):
+            own.send(staged(SENT), at)
+        failed.set()
+
+    threading.Thread(target=learner, daemon=True).start()
+    while not groups:
+        failed.wait(0.01)
+    transfers._mind(one)
+    assert failed.wait(DEADLINE)

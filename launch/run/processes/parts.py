@@ -34,6 +34,8 @@ THREAD_VARIABLES = (
 SPINS = "20000"
 """How often a thread of GNU's OpenMP looks for work before it sleeps, where nobody else needs its core: some 50 µs."""
 
+PLACED = "TANDEM_PLACED"
+"""Set for a process whose supervisor has chosen its GPUs, and holds them."""
 PLACING_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -239,7 +241,7 @@ def command_of(spec: ProcessSpec, parent: str, *kind: str) -> list[str]:
 def environment_of(spec: ProcessSpec) -> dict[str, str]:
     """The variables that are added to the environment of a process."""
     threads = dict.fromkeys(THREAD_VARIABLES, str(spec.threads))
-    more = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    more = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", PLACED: "1"}
     if spec.threads > 1:
         # By default OpenMP's threads spin while they have no work, on cores that other processes of the run need.
         if spec.alone and "OMP_WAIT_POLICY" not in os.environ:

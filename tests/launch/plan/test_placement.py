@@ -203,6 +203,28 @@ def test_a_vllm_that_is_too_old_or_too_new_is_told_before_anything_is_started(
     preflight.check_engine(auto, ONE_GPU)
 
 
+def test_adapters_in_a_dtype_that_vllm_lacks_on_gpus_are_told_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_version, "installed", lambda: True)
+    monkeypatch.setattr(vllm_version, "found", lambda: ("vllm", "0.28.0"))
+
+    def check(
+        *words: str, preset: str = "miniature-lora", on: placement.Placement = ONE_GPU
+    ) -> None:
+        preflight.check_engine(load(preset).resolve(["rollout.engine=vllm", *words]), on)
+
+    for words in ([], ["rollout.engine=auto"], ["model.dtype=bfloat16", "rollout.dtype=float32"]):
+        with pytest.raises(
+            ConfigError, match=r"dtype=float32: .*: set rollout.dtype=bfloat16, or .*engine=torch"
+        ):
+            check(*words)
+    check("rollout.dtype=bfloat16")
+    check("rollout.engine=torch")
+    check(preset="miniature")
+    check(on=CPUS)
+
+
 def test_ranks_that_cannot_share_the_models_heads_are_told_before_anything_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
