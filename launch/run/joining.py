@@ -430,6 +430,8 @@ def _spec(
     role = joining.role
     threads = config.rollout.threads if role == "rollout" else 1
     where = ("--join", str(joining.file.absolute()))
+    given = joining.drain_seconds
+    drain = () if given is None else ("--drain", f"{given:g}")
     return roles.of_role(
-        where, folder, role, f"{role}-{member}-{index}", threads=threads, gpus=gpus
+        where, folder, role, f"{role}-{member}-{index}", drain, threads=threads, gpus=gpus
     )

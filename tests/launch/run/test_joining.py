@@ -68,6 +68,21 @@ def test_it_names_every_process_and_tells_the_run_nothing(
     assert not Path("hosts").exists()
 
 
+@pytest.mark.parametrize("role", ["rollout", "reward", "environments"])
+def test_the_time_to_drain_reaches_the_processes(
+    role: str, run: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(run, *SETTINGS)
+    words = ["join", "join.json", "--role", role, "--dry-run"]
+    assert cli.main([*words, "--drain", "600"]) == 0
+    assert "drain: at most 600 s" in (out := capsys.readouterr().out)
+    assert " --drain 600\n" in out
+    assert cli.main(words) == 0
+    assert "--drain" not in capsys.readouterr().out
+    assert cli.main([*words, "--drain", "inf"]) == 2
+    assert "--drain inf should be over 0 seconds, and finite" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("role", "why"),
     [
