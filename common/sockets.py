@@ -249,7 +249,7 @@ def own_address(bind: str, facing: str) -> str:
 
     Args:
         bind: the setting, which all hosts of a run share.
-        facing: host of the run's Redis.
+        facing: the host from which others come (``Config.facing``).
 
     Raises:
         ConfigError: no address of this host reaches ``facing``.

@@ -205,7 +205,7 @@ def _dry_run(joining: Joining, info: JoinInfo, config: Config) -> list[str]:
         f"would join the run at {info.host}:{info.port}; nothing is started, and the run isn't told",
         "",
         f"this machine: {machine()}",
-        f"address: {address_towards(info.host, info.port)}, from which the run's Redis can be reached",
+        f"address: {address_towards(config.facing(info.host))}, from which the head can be reached",
         f"logs: {shown(folder)}",
         f"drain: at most {joining.drain(config):g} s after SIGTERM or Ctrl-C",
         "",
@@ -236,7 +236,7 @@ def _joined(
     terminal.keep(folder / "join.log")
     state = HostState(
         host=joining.name or socket.gethostname(),
-        address=address_towards(info.host, info.port),
+        address=address_towards(config.facing(info.host)),
         pid=os.getpid(),
         role=joining.role,
         processes=len(gpus),

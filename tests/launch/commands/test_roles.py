@@ -102,6 +102,14 @@ def test_two_processes_with_one_host_name_and_process_id_are_two_members(
     assert names[2] == "mine"
 
 
+def put(join: JoinInfo, folder: Path, *overrides: str) -> None:
+    """A run that can be joined, in a Redis and by a file."""
+    store = connect(join)
+    RunStore(store).put_config(to_yaml(load("miniature").resolve(list(overrides))))
+    store.close()
+    RunFolder(folder).write_join(join)
+
+
 DRAINS = """
 import sys, types
 from tandem.launch.cli import dispatch
@@ -128,10 +136,7 @@ def test_a_role_drains_for_as_long_as_its_host_has(
     server: Any, tmp_path: Path, words: list[str], seconds: str
 ) -> None:
     join = server.join()
-    store = connect(join)
-    RunStore(store).put_config(to_yaml(load("miniature").resolve([])))
-    store.close()
-    RunFolder(tmp_path).write_join(join)
+    put(join, tmp_path)
     named = [*words, "--join", str(tmp_path / "join.json")]
     done = subprocess.run(
         [sys.executable, "-c", DRAINS, *named],
@@ -141,6 +146,32 @@ def test_a_role_drains_for_as_long_as_its_host_has(
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, f"{seconds}\n"), done.stderr
+
+
+@pytest.mark.parametrize("role", ["reward", "environments"])
+def test_with_an_existing_redis_a_process_listens_where_the_head_finds_it(
+    server: Any, tmp_path: Path, role: str
+) -> None:
+    """Not where that Redis does, which may be behind a tunnel."""
+    join = server.join()
+    put(
+        join,
+        tmp_path,
+        f"replay.redis_url=redis://{join.host}:{join.port}",
+        "launch.bind=nowhere.invalid",
+        'environments.use={even: {form: text, target: "even_world:Even"}}',
+        "environments.default=even",
+        "expert.per_group=0",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem.launch", role, "--join", str(tmp_path / "join.json")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "no address of this host reaches nowhere.invalid" in done.stderr
 
 
 LOADS = """

@@ -68,6 +68,18 @@ def test_it_names_every_process_and_tells_the_run_nothing(
     assert not Path("hosts").exists()
 
 
+def test_with_an_existing_redis_the_address_is_the_one_that_the_head_reaches(
+    run: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["join", "join.json", "--role", "reward", "--dry-run"]
+    put(run, "launch.bind=nowhere.invalid")
+    assert cli.main(words) == 0
+    assert "address: 127.0.0.1, from which the head" in capsys.readouterr().out
+    put(run, "launch.bind=nowhere.invalid", f"replay.redis_url=redis://{run.address}")
+    assert cli.main(words) == 2
+    assert "no address of this host reaches nowhere.invalid" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("role", ["rollout", "reward", "environments"])
 def test_the_time_to_drain_reaches_the_processes(
     role: str, run: Store, capsys: pytest.CaptureFixture[str]
