@@ -157,6 +157,17 @@ def test_the_runs_folder_reaches_the_head_whatever_its_name(
         assert parse_override(given) == ("run.dir", f"{here}/runs/miniature")
 
 
+def test_only_the_heads_of_one_run_wait_for_one_another(tmp_path: Path):
+    def name(*words: str) -> str:
+        return asked(scripts(tmp_path, *words)["head.sbatch"])["job-name"]
+
+    assert name() == "tandem-miniature"
+    assert name("run.dir=/shared/a") == "tandem-miniature-a"
+    assert name("run.dir=/shared/b") == "tandem-miniature-b"
+    assert name("run.dir=/shared/miniature-2") == "tandem-miniature-2"
+    assert name("run.dir=/shared/a", "--name", "mine") == "tandem-mine"
+
+
 def test_a_container_gets_the_folders_that_the_run_uses(tmp_path: Path):
     apptainer = scripts(tmp_path / "a", *FORMS["apptainer"], "run.dir=/shared/runs/mine")
     assert "tandem=(apptainer exec --nv " in apptainer["head.sbatch"]
