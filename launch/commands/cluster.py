@@ -152,36 +152,32 @@ def _made(
     elif arguments.engine == "kubernetes":
         from ..cluster import kubernetes
 
-        made = kubernetes.manifests(
-            job,
-            kubernetes.Site(
-                out=out,
-                image=arguments.image or "tandem:latest",
-                namespace=arguments.namespace or "default",
-                storage=arguments.storage or "100Gi",
-                storage_class=arguments.storage_class,
-                jobset=bool(arguments.jobset),
-                workers=workers,
-                **shared,
-            ),
+        cluster = kubernetes.Site(
+            out=out,
+            image=arguments.image or "tandem:latest",
+            namespace=arguments.namespace or "default",
+            storage=arguments.storage or "100Gi",
+            storage_class=arguments.storage_class,
+            jobset=bool(arguments.jobset),
+            workers=workers,
+            **shared,
         )
+        made = kubernetes.manifests(job, cluster)
         lines = [f"kubectl apply -k {shlex.quote(str(out))}"]
-        notes = kubernetes.notes(job)
+        notes = kubernetes.notes(job, cluster)
     else:
         from ..cluster import skypilot
 
-        made = skypilot.task(
-            job,
-            skypilot.Site(
-                out=out,
-                gpu=arguments.gpu or "H100",
-                image=arguments.image,
-                workers=given,
-                **shared,
-            ),
+        machines = skypilot.Site(
+            out=out,
+            gpu=arguments.gpu or "H100",
+            image=arguments.image,
+            workers=given,
+            **shared,
         )
+        made = skypilot.task(job, machines)
         lines = [f"sky launch {shlex.quote(str(out))}/task.yaml"]
-        notes = skypilot.notes(job)
+        notes = skypilot.notes(job, machines)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return made, lines
