@@ -20,6 +20,10 @@ KILL_WAIT = 30.0
 MARGIN = 5.0
 """Seconds of the grace that are left for processes to be gone."""
 LEAST_GRACE = 10.0
+WARNING = 60
+"""Seconds before the time limit at which draining begins, besides the grace."""
+MOST_WARNING = 65535
+"""Most seconds that Slurm takes in ``--signal``."""
 PATIENCE = 600
 """Seconds for which a worker's script waits for the join file; then it asks to be queued again."""
 STARTS = 24
@@ -86,7 +90,7 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
         "account": _option(site.account),
         "qos": _option(site.qos),
         "time": site.time,
-        "warning": int(site.grace + 60),
+        "warning": int(site.grace + WARNING),
         "directory": _option(str(Path.cwd())),
         "tandem": " ".join(map(_quoted, _program(site, run))),
         "join": shlex.quote(f"{run}/join.json"),
@@ -162,7 +166,12 @@ def _check(job: Job, site: Site) -> None:
         raise ConfigError(
             f"--time {site.time}: write it as Slurm does, e.g. 12:00:00 or 2-00:00:00"
         )
-    if site.grace < LEAST_GRACE:
+    if site.grace > MOST_WARNING - WARNING:
+        raise ConfigError(
+            f"--grace {site.grace:g}: Slurm warns at most {MOST_WARNING} s before a time limit, and the scripts want "
+            f"{WARNING} s and the grace: give at most {MOST_WARNING - WARNING}"
+        )
+    if not site.grace >= LEAST_GRACE:
         raise ConfigError(
             f"--grace {site.grace:g}: draining needs {LEAST_GRACE:g} s at least; `scontrol show config | grep "
             f"KillWait` says what the site gives"

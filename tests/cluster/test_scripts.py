@@ -207,6 +207,9 @@ def test_it_says_which_own_templates_are_used(
     ("words", "says"),
     [
         (["--grace", "5"], "draining needs 10 s at least"),
+        (["--grace", "nan"], "draining needs 10 s at least"),
+        (["--grace", "inf"], "give at most 65475"),
+        (["--grace", "65476"], "give at most 65475"),
         (["--time", "soon"], "--time soon"),
         (["--nodes", "0"], "numbers from 1"),
         (["--hetjob", *HOSTS], "no place for learner.hosts=2"),
