@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -176,6 +177,13 @@ def _check(job: Job, site: Site) -> None:
             f"--grace {site.grace:g}: draining needs {LEAST_GRACE:g} s at least; `scontrol show config | grep "
             f"KillWait` says what the site gives"
         )
+    # Slurm may warn a minute early.
+    least = site.grace + WARNING + 60
+    if 0 < _seconds(site.time) < least:
+        raise ConfigError(
+            f"--time {site.time} is {_seconds(site.time)} s, and draining begins {site.grace + WARNING:g} s before its "
+            f"end, or a minute earlier: give {math.ceil(least / 60)} minutes at least, or 0 for none"
+        )
     if site.nodes < 1 or site.workers < 1:
         raise ConfigError("--nodes and --workers-per-node are numbers from 1")
     if site.gang and job.demands.hosts > 1:
@@ -188,6 +196,27 @@ def _check(job: Job, site: Site) -> None:
             f"--hetjob starts its steps by srun, and so does pyxis for --container {site.container}: name an image for "
             f"apptainer, or leave --hetjob out"
         )
+
+
+def _seconds(time: str) -> int:
+    """A time limit as Slurm reads it.
+
+    >>> (
+    ...     _seconds("90"),
+    ...     _seconds("90:30"),
+    ...     _seconds("1:30:00"),
+    ...     _seconds("1-12"),
+    ...     _seconds("1-12:30"),
+    ... )
+    (5400, 5430, 5400, 129600, 131400)
+    """
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    # Behind days the first number is hours; without them one or two numbers are minutes and seconds.
+    if not dash and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _asked(prefix: str, demand: Demand, count: int = 1) -> dict[str, str | int | None]:
