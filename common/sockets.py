@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import random
 import re
 import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -54,6 +56,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def network_name() -> str:
+    """A name for this process' network: those with the same name share its loopback addresses. Empty if the system
+    doesn't tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return ""
 
 
 _ENDPOINT = re.compile(
@@ -249,7 +261,7 @@ def own_address(bind: str, facing: str) -> str:
 
     Args:
         bind: the setting, which all hosts of a run share.
-        facing: host of the run's Redis.
+        facing: the host from which others come (``Config.facing``).
 
     Raises:
         ConfigError: no address of this host reaches ``facing``.

@@ -68,6 +68,8 @@ class HostState(Record, frozen=True, kw_only=True):
     """What its processes do: rollout, reward, learner, environments, or :data:`HEAD`."""
     processes: int
     """Number of processes that it keeps running."""
+    network: str = ""
+    """Of the head: whose loopback addresses are its own (``network_name`` of ``common/sockets.py``)."""
     attempt: int = 0
     """Of a learner's host: the newest meeting that it has followed."""
     failed: Failure | None = None

@@ -268,7 +268,7 @@ def _serve(join: JoinInfo, config: Config, store: Store, grader: Grader, name: s
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     os.set_blocking(wake_read, False)
-    own = own_address(config.launch.bind, join.host)
+    own = own_address(config.launch.bind, config.facing(join.host))
     router, bound = bind_router(context, own, keys, config.launch.port_range)
     router.setsockopt(zmq.LINGER, LINGER_MS)
     host = sockets_of_the_system.gethostname()

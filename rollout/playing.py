@@ -48,7 +48,7 @@ class Playing:
             tokenizer,
             context=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             model=config.model.path,
-            host=own_address(config.launch.bind, runs.store.peer[0]),
+            host=own_address(config.launch.bind, config.facing(runs.store.peer[0])),
             port=config.environments.port,
             ports=config.launch.port_range,
             peer=runs.store.peer,

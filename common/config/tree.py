@@ -71,6 +71,15 @@ class Config(Section):
         """``weights`` with :attr:`weights_interface` filled in."""
         return self.weights.model_copy(update={"interface": self.weights_interface})
 
+    def facing(self, redis: str) -> str:
+        """The host towards which a process chooses its own address: the head.
+
+        Args:
+            redis: where the run's Redis is reached. That of a head may be elsewhere than the head says, behind a
+                tunnel for instance; an existing one (``replay.redis_url``) needs to be nowhere near the head.
+        """
+        return redis if self.replay.redis_url is None else self.launch.bind
+
     @property
     def ranks_per_host(self) -> int:
         """The learner's ranks on each of its hosts."""

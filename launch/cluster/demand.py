@@ -92,13 +92,21 @@ def label(name: str) -> str:
     return found or "run"
 
 
-def job_of(words: Iterable[str], name: str | None = None, *, binds: bool = True) -> Job:
+def job_of(
+    words: Iterable[str],
+    name: str | None = None,
+    *,
+    binds: bool = True,
+    by_folder: bool = False,
+) -> Job:
     """A preset and its overrides as a job.
 
     Args:
         words: the preset's name and settings.
         name: names jobs and objects; None = the preset's.
         binds: whether the head binds ``launch.bind``, and not an address that it is told when it starts.
+        by_folder: whether a ``run.dir`` of another name than the preset's goes into the default name, so that runs of one
+            preset differ.
 
     Raises:
         ConfigError: the preset or an override is wrong, it has stages or trains offline, or a start would refuse it.
@@ -134,8 +142,11 @@ def job_of(words: Iterable[str], name: str | None = None, *, binds: bool = True)
         notes.append(
             f"the sizes of {config.model.path} aren't known here, so no memory is asked for: add it by hand"
         )
+    named = preset.name
+    if by_folder and (folder := Path(config.run.dir or "").name):
+        named = folder if folder.startswith(named) else f"{named}-{folder}"
     return Job(
-        name=f"tandem-{label(name or preset.name)}",
+        name=f"tandem-{label(name or named)}",
         # Those that are joined by + are found from the working directory alone, in which Slurm's jobs run.
         preset=str(preset.path) if own and preset.path.exists() else preset_name,
         preset_text=_text(preset.tree, str(config.run.dir)) if own else None,

@@ -56,6 +56,23 @@ def new_join(config: Config, host: str, kept: JoinInfo | None = None) -> JoinInf
     )
 
 
+def note_on_password(config: Config, kept: JoinInfo | None, file: str) -> list[str]:
+    """What is said of an existing Redis whose password members won't have, a sentence at most.
+
+    Args:
+        config: the run's.
+        kept: what an earlier call has made.
+        file: where the password would be.
+    """
+    if config.replay.redis_url is None or (join := new_join(config, "", kept)).password:
+        return []
+    note = (
+        f"no password for Redis at {join.host}:{join.port} is known here, so {file} has none, and workers can't join if "
+        f"that server wants one: export {redis_server.PASSWORD_VARIABLE} and call this again"
+    )
+    return [note]
+
+
 def _server(join: JoinInfo) -> tuple[str, int, str | None]:
     """What a password belongs to."""
     return join.host, join.port, join.username

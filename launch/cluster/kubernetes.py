@@ -10,11 +10,12 @@ from urllib.parse import urlsplit
 
 from ...common.errors import ConfigError
 from .demand import Demand, Job, notes_on_files
-from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
+from .join import FIRST_SECONDS, new_join, note_on_password, port_range, read_kept, text_of
 from .rendering import Values, quoted, render
 
 if TYPE_CHECKING:
     from ...common.config import RewardConfig
+    from ...common.run_folder import JoinInfo
 
 MARGIN = 30.0
 """Seconds by which the grace of a pod is longer than its drain."""
@@ -63,8 +64,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
     ports = port_range(config)
     drain = config.launch.drain_seconds
     host = f"{job.name}-head.{site.namespace}.svc"
-    kept = None if site.out is None else read_kept(site.out / SECRET, in_secret=True)
-    join = new_join(config, host, kept)
+    join = new_join(config, host, _kept(site))
     is_own = job.preset_text is not None
     run = _run(job)
     # A key of a ConfigMap can't have every name that a file can.
@@ -122,9 +122,13 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
     return {name: render(f"kubernetes/{name}", values, site.templates) for name in names}
 
 
-def notes(job: Job) -> list[str]:
+def _kept(site: Site) -> JoinInfo | None:
+    return None if site.out is None else read_kept(site.out / SECRET, in_secret=True)
+
+
+def notes(job: Job, site: Site) -> list[str]:
     """What the user should know, a sentence each."""
-    found = list(job.notes)
+    found = [*job.notes, *note_on_password(job.config, _kept(site), SECRET)]
     if any(word.startswith("run.dir=") for word in job.overrides):
         found.append(
             f"run.dir={job.config.run.dir} isn't used: the volume has the run's folder, /runs/{_run(job)}; --name NAME "

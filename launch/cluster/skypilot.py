@@ -5,11 +5,15 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...common.errors import ConfigError
 from .demand import PRESET, Job, notes_on_files
-from .join import FIRST_SECONDS, new_join, port_range, read_kept, text_of
+from .join import FIRST_SECONDS, new_join, note_on_password, port_range, read_kept, text_of
 from .rendering import Values, quoted, render
+
+if TYPE_CHECKING:
+    from ...common.run_folder import JoinInfo
 
 JOIN = "join.json"
 COUNTS = (1, 2, 4, 8)
@@ -82,16 +86,20 @@ def task(job: Job, site: Site) -> dict[str, str]:
     made = {"task.yaml": render("skypilot/task.yaml", values, site.templates)}
     if job.preset_text is not None:
         made[PRESET] = job.preset_text
-    kept = None if site.out is None else read_kept(site.out / JOIN, in_secret=False)
     # The address of a head that has the run's Redis is known when it runs: `tandem join-file --from` puts it in.
-    return {**made, JOIN: text_of(new_join(config, "127.0.0.1", kept))}
+    return {**made, JOIN: text_of(new_join(config, "127.0.0.1", _kept(site)))}
 
 
-def notes(job: Job) -> list[str]:
+def _kept(site: Site) -> JoinInfo | None:
+    return None if site.out is None else read_kept(site.out / JOIN, in_secret=False)
+
+
+def notes(job: Job, site: Site) -> list[str]:
     """What the user should know, a sentence each."""
     copied = "copy it by file_mounts in task.yaml"
     return [
         *job.notes,
+        *note_on_password(job.config, _kept(site), JOIN),
         *notes_on_files(
             job.config,
             copied=f"{copied}, unless it is in the working directory and git doesn't ignore it",

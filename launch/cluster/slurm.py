@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -20,6 +21,10 @@ KILL_WAIT = 30.0
 MARGIN = 5.0
 """Seconds of the grace that are left for processes to be gone."""
 LEAST_GRACE = 10.0
+WARNING = 60
+"""Seconds before the time limit at which draining begins, besides the grace."""
+MOST_WARNING = 65535
+"""Most seconds that Slurm takes in ``--signal``."""
 PATIENCE = 600
 """Seconds for which a worker's script waits for the join file; then it asks to be queued again."""
 STARTS = 24
@@ -86,7 +91,7 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
         "account": _option(site.account),
         "qos": _option(site.qos),
         "time": site.time,
-        "warning": int(site.grace + 60),
+        "warning": int(site.grace + WARNING),
         "directory": _option(str(Path.cwd())),
         "tandem": " ".join(map(_quoted, _program(site, run))),
         "join": shlex.quote(f"{run}/join.json"),
@@ -162,10 +167,22 @@ def _check(job: Job, site: Site) -> None:
         raise ConfigError(
             f"--time {site.time}: write it as Slurm does, e.g. 12:00:00 or 2-00:00:00"
         )
-    if site.grace < LEAST_GRACE:
+    if site.grace > MOST_WARNING - WARNING:
+        raise ConfigError(
+            f"--grace {site.grace:g}: Slurm warns at most {MOST_WARNING} s before a time limit, and the scripts want "
+            f"{WARNING} s and the grace: give at most {MOST_WARNING - WARNING}"
+        )
+    if not site.grace >= LEAST_GRACE:
         raise ConfigError(
             f"--grace {site.grace:g}: draining needs {LEAST_GRACE:g} s at least; `scontrol show config | grep "
             f"KillWait` says what the site gives"
+        )
+    # Slurm may warn a minute early.
+    least = site.grace + WARNING + 60
+    if 0 < _seconds(site.time) < least:
+        raise ConfigError(
+            f"--time {site.time} is {_seconds(site.time)} s, and draining begins {site.grace + WARNING:g} s before its "
+            f"end, or a minute earlier: give {math.ceil(least / 60)} minutes at least, or 0 for none"
         )
     if site.nodes < 1 or site.workers < 1:
         raise ConfigError("--nodes and --workers-per-node are numbers from 1")
@@ -179,6 +196,27 @@ def _check(job: Job, site: Site) -> None:
             f"--hetjob starts its steps by srun, and so does pyxis for --container {site.container}: name an image for "
             f"apptainer, or leave --hetjob out"
         )
+
+
+def _seconds(time: str) -> int:
+    """A time limit as Slurm reads it.
+
+    >>> (
+    ...     _seconds("90"),
+    ...     _seconds("90:30"),
+    ...     _seconds("1:30:00"),
+    ...     _seconds("1-12"),
+    ...     _seconds("1-12:30"),
+    ... )
+    (5400, 5430, 5400, 129600, 131400)
+    """
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    # Behind days the first number is hours; without them one or two numbers are minutes and seconds.
+    if not dash and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _asked(prefix: str, demand: Demand, count: int = 1) -> dict[str, str | int | None]:

@@ -38,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a preset's name (default: miniature) or the path of your own .yaml, and any settings",
     )
     parser.add_argument("--out", metavar="DIR", help="write the files there, in place of printing")
-    parser.add_argument("--name", help="names jobs and objects (default: the preset's)")
+    parser.add_argument(
+        "--name",
+        help="names jobs and objects (default: the preset's; slurm: with the last part of a run.dir)",
+    )
     parser.add_argument(
         "--nodes", type=int, default=2, metavar="N", help="nodes of rollout workers (default: 2)"
     )
@@ -91,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--{option.replace('_', '-')} is an option of {' and '.join(others)}, not of {arguments.engine}"
             )
     # Kubernetes' and SkyPilot's heads are told their address after all settings.
-    job = job_of(arguments.words, arguments.name, binds=arguments.engine == "slurm")
+    slurm = arguments.engine == "slurm"
+    job = job_of(arguments.words, arguments.name, binds=slurm, by_folder=slurm)
     out = Path(arguments.out).expanduser() if arguments.out else None
     if out is not None and out.exists() and not out.is_dir():
         raise DataError(f"{out} is a file: name a folder")
@@ -148,36 +152,32 @@ def _made(
     elif arguments.engine == "kubernetes":
         from ..cluster import kubernetes
 
-        made = kubernetes.manifests(
-            job,
-            kubernetes.Site(
-                out=out,
-                image=arguments.image or "tandem:latest",
-                namespace=arguments.namespace or "default",
-                storage=arguments.storage or "100Gi",
-                storage_class=arguments.storage_class,
-                jobset=bool(arguments.jobset),
-                workers=workers,
-                **shared,
-            ),
+        cluster = kubernetes.Site(
+            out=out,
+            image=arguments.image or "tandem:latest",
+            namespace=arguments.namespace or "default",
+            storage=arguments.storage or "100Gi",
+            storage_class=arguments.storage_class,
+            jobset=bool(arguments.jobset),
+            workers=workers,
+            **shared,
         )
+        made = kubernetes.manifests(job, cluster)
         lines = [f"kubectl apply -k {shlex.quote(str(out))}"]
-        notes = kubernetes.notes(job)
+        notes = kubernetes.notes(job, cluster)
     else:
         from ..cluster import skypilot
 
-        made = skypilot.task(
-            job,
-            skypilot.Site(
-                out=out,
-                gpu=arguments.gpu or "H100",
-                image=arguments.image,
-                workers=given,
-                **shared,
-            ),
+        machines = skypilot.Site(
+            out=out,
+            gpu=arguments.gpu or "H100",
+            image=arguments.image,
+            workers=given,
+            **shared,
         )
+        made = skypilot.task(job, machines)
         lines = [f"sky launch {shlex.quote(str(out))}/task.yaml"]
-        notes = skypilot.notes(job)
+        notes = skypilot.notes(job, machines)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return made, lines

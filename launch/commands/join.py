@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...common.errors import ConfigError
+from .options import add_drain, drain_of
 
 ROLES = ("rollout", "reward", "learner", "environments")
 
@@ -29,13 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where their logs go, private to this host (default: a new folder in ./hosts)",
     )
-    parser.add_argument(
-        "--drain",
-        type=float,
-        metavar="SECONDS",
-        help="time to finish what they are at after SIGTERM or Ctrl-C, less than the scheduler's own grace "
-        "(default: launch.drain_seconds)",
-    )
+    add_drain(parser)
     parser.add_argument(
         "--wait",
         type=float,
@@ -55,8 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Works until the run has ended or it is asked to drain."""
     if arguments.workers is not None and arguments.workers < 1:
         raise ConfigError(f"--workers {arguments.workers} should be at least 1")
-    if arguments.drain is not None and not arguments.drain > 0:
-        raise ConfigError(f"--drain {arguments.drain:g} should be over 0 seconds")
     if arguments.wait is not None and not 0 < arguments.wait < float("inf"):
         raise ConfigError(f"--wait {arguments.wait:g} should be over 0 seconds, and finite")
     from ...common import disk
@@ -69,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         role=arguments.role,
         workers=arguments.workers,
         folder=None if arguments.folder is None else Path(arguments.folder),
-        drain_seconds=arguments.drain,
+        drain_seconds=drain_of(arguments),
         name=arguments.name,
         wait_seconds=FIRST_SECONDS if arguments.wait is None else arguments.wait,
         dry_run=arguments.dry_run,

@@ -69,6 +69,29 @@ def locate(arguments: argparse.Namespace) -> tuple[JoinInfo, RunFolder | None]:
     return read_join(folder.join), folder
 
 
+def add_drain(parser: argparse.ArgumentParser) -> None:
+    """``--drain SECONDS``."""
+    parser.add_argument(
+        "--drain",
+        type=float,
+        metavar="SECONDS",
+        help="time to finish what is under way after SIGTERM or Ctrl-C, less than the scheduler's own grace "
+        "(default: launch.drain_seconds)",
+    )
+
+
+def drain_of(arguments: argparse.Namespace) -> float | None:
+    """``--drain``; None if it wasn't given.
+
+    Raises:
+        ConfigError: it isn't a time.
+    """
+    seconds: float | None = arguments.drain
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ConfigError(f"--drain {seconds:g} should be over 0 seconds, and finite")
+    return seconds
+
+
 def add_folder(parser: argparse.ArgumentParser) -> None:
     """``[DIR]`` or ``--run DIR``."""
     parser.add_argument("dir", metavar="DIR", nargs="?", help="default: the newest in runs/")

@@ -112,6 +112,8 @@ def run_role(
     role: str,
     arguments: argparse.Namespace,
     more: Callable[[Config], Mapping[str, Any]] = lambda config: {},
+    *,
+    drain: float | None = None,
 ) -> NoReturn:
     """Joins the run and works until it has ended, or SIGTERM or Ctrl-C asks it to drain; then exits.
 
@@ -119,6 +121,7 @@ def run_role(
         role: its name.
         arguments: of the command line.
         more: further arguments of the role's ``main``, by the run's config.
+        drain: seconds to finish what is under way; None = the run's ``launch.drain_seconds``.
 
     Raises:
         TandemError: the run can't be joined.
@@ -139,6 +142,9 @@ def run_role(
     name = arguments.name or new_member(f"{role}-{socket.gethostname()}-{os.getpid()}")
     store, config = joined(join, name)
     store.close()
+    if drain is not None:
+        launch = config.launch.model_copy(update={"drain_seconds": drain})
+        config = config.model_copy(update={"launch": launch})
     start_log(role, config.log.level)
     disk.set_patience(config.launch.full_disk_seconds)
     threading.excepthook = _end_with_a_thread

@@ -131,6 +131,24 @@ def gpus_left_idle(config: Config, machine: Machine) -> str | None:
     )
 
 
+def bound_for_one_host(config: Config) -> str | None:
+    """That no other host can join a run that needs some, and the way out; None if they can."""
+    if config.learner.hosts > 1:
+        what = f"learner.hosts={config.learner.hosts}"
+    elif config.learner.source == "ledger" and not config.rollout.workers:
+        what = "rollout.workers=0 (--head)"
+    else:
+        return None
+    from ...common.sockets import is_loopback  # It loads ZeroMQ.
+
+    if not is_loopback(config.launch.bind):
+        return None
+    return (
+        f"{what} wants processes on other hosts, and launch.bind={config.launch.bind} is reached from this host alone: "
+        f"set launch.bind to one private address of it"
+    )
+
+
 def _too_few(config: Config, machine: Machine) -> str:
     """What is needed and what is there."""
     needed, have = gpus_needed(config), len(machine.gpus)

@@ -15,7 +15,7 @@ from ..host.requirements import disk_wanted, examine, missing
 from ..plan import planning, text
 from ..plan.hardware import machine
 from ..plan.node import node
-from ..plan.placement import Placement, gpus_left_idle, gpus_needed, workers_of
+from ..plan.placement import Placement, bound_for_one_host, gpus_left_idle, gpus_needed, workers_of
 from ..plan.planning import Plan, Planned
 from ..wording import human, shown
 from .opened.opening import Opening, free_name, open_preset, open_run
@@ -81,6 +81,8 @@ def _print(preset: Preset, opening: Opening, earlier: Sequence[Path]) -> None:
         lines.append("it could run this preset")
     if idle := gpus_left_idle(config, here):
         lines.append(f"warning: {idle}")
+    if alone := bound_for_one_host(config):
+        lines.append(f"note: {alone}")
     if plan.problems:
         lines += ["on paper", *(f"  - {one}" for one in plan.problems)]
     lines += ["", *_places(plan, opening, disk_wanted(config))]

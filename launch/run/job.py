@@ -19,7 +19,7 @@ from ..host.held_gpus import HeldGpus
 from ..host.preflight import check_disk, check_host
 from ..ingest.process import Found, IngestProcess
 from ..plan.hardware import Machine, machine
-from ..plan.placement import gpus_left_idle, place, trackers_of
+from ..plan.placement import bound_for_one_host, gpus_left_idle, place, trackers_of
 from ..plan.planning import problems_on_paper
 from ..trackers.wandb_run import kept_here
 from ..wording import shown, shown_folder, shown_tandem
@@ -141,6 +141,8 @@ class Job:
         self._held.take(gpu for gpu in self._machine.gpus if gpu.told in placed)
         if idle := gpus_left_idle(config, self._machine):
             self._say(f"warning: {idle}")
+        if alone := bound_for_one_host(config):
+            self._say(f"note: {alone}")
         for problem in problems_on_paper(config, self._machine, placement):
             self._say(f"on paper: {problem}")
         join, config = redis_part.where(self._opening, self._record, self._say)

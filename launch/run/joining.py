@@ -19,9 +19,18 @@ from typing import TYPE_CHECKING
 
 from ...common.errors import ConfigError, RunFailedError, StoreError, TandemError
 from ...common.run_folder import JoinInfo, read_join
-from ...common.sockets import address_towards
+from ...common.sockets import address_towards, is_loopback, network_name
 from ...common.waiting import Wait
-from ...replay.hosts import Failure, Host, HostLink, HostState, Meeting, new_member
+from ...replay.hosts import (
+    HEAD,
+    Failure,
+    Host,
+    HostLink,
+    Hosts,
+    HostState,
+    Meeting,
+    new_member,
+)
 from ...replay.ledger import Ledger
 from ..board.terminal import Terminal
 from ..host.held_gpus import HeldGpus
@@ -180,11 +189,35 @@ def _contact(
             if wait.expired(say):
                 raise HeadUnreachable(f"{wait}: Redis at {store.address} doesn't hold the run yet")
             time.sleep(0.2)
-        return store, read_config(RunStore(store).config_yaml())
+        config = read_config(RunStore(store).config_yaml())
+        _check_loopback(info, config, Hosts(store).live(HEAD_SECONDS))
+        return store, config
     except StoreError as error:
         if "refused the password" in str(error):
             raise ConfigError(str(error)) from None
         raise HeadUnreachable(str(error)) from None
+
+
+def _check_loopback(info: JoinInfo, config: Config, hosts: Sequence[Host]) -> None:
+    """Refuses a run whose Redis other hosts reach, and nothing else of it.
+
+    Where Redis has a loopback address, too, whoever reaches it is on the head or forwards ports.
+    """
+    bind = config.launch.bind
+    if not is_loopback(bind) or is_loopback(info.host):
+        return
+    for host in hosts:
+        there = host.state.network
+        # An entry that is old may be from before the head's last boot.
+        if (
+            host.state.role == HEAD
+            and host.age < HEAD_SECONDS
+            and there not in ("", network_name())
+        ):
+            raise ConfigError(
+                f"the run binds launch.bind={bind}, at which only its head, {host.state.host}, reaches weights and reward "
+                f"pools: start it with launch.bind set to one private address of the head"
+            )
 
 
 def _dry_run(joining: Joining, info: JoinInfo, config: Config) -> list[str]:
@@ -208,7 +241,7 @@ def _dry_run(joining: Joining, info: JoinInfo, config: Config) -> list[str]:
         "",
         f"this machine: {machine()}",
         *(f"warning: {line}" for line in idle),
-        f"address: {address_towards(info.host, info.port)}, from which the run's Redis can be reached",
+        f"address: {address_towards(config.facing(info.host))}, from which the head can be reached",
         f"logs: {shown(folder)}",
         f"drain: at most {joining.drain(config):g} s after SIGTERM or Ctrl-C",
         "",
@@ -246,7 +279,7 @@ def _joined(
     terminal.keep(folder / "join.log")
     state = HostState(
         host=joining.name or socket.gethostname(),
-        address=address_towards(info.host, info.port),
+        address=address_towards(config.facing(info.host)),
         pid=os.getpid(),
         role=joining.role,
         processes=len(gpus),
@@ -262,7 +295,7 @@ def _joined(
         progress=lambda: _progress(ledger),
         finished=lambda: has_finished(store),
         redis_away=lambda: has_finished(store) is None,
-        tick=lambda: _watch(link, supervisor, config),
+        tick=lambda: _watch(link, supervisor, info, config),
         on_drain=lambda: link.say(leaving=True),
         restarts_file=folder / "restarts.jsonl",
     )
@@ -285,7 +318,7 @@ def _joined(
     return _code(outcome, supervisor, link, store, say)
 
 
-def _watch(link: HostLink, supervisor: Supervisor, config: Config) -> None:
+def _watch(link: HostLink, supervisor: Supervisor, info: JoinInfo, config: Config) -> None:
     """What is looked at five times a second, without asking anybody."""
     patience = config.launch.hosts_seconds
     if link.silence > patience:
@@ -296,6 +329,7 @@ def _watch(link: HostLink, supervisor: Supervisor, config: Config) -> None:
     look = link.look
     if look is None:
         return
+    _check_loopback(info, config, look.hosts)  # The head may have come later than this host.
     if look.run_state == "failed":
         supervisor.request_stop("the run has failed")
     elif look.run_state == "finished":
@@ -487,6 +521,8 @@ def _spec(
     role = joining.role
     threads = config.rollout.threads if role == "rollout" else 1
     where = ("--join", str(joining.file.absolute()))
+    given = joining.drain_seconds
+    drain = () if given is None else ("--drain", f"{given:g}")
     return roles.of_role(
-        where, folder, role, f"{role}-{member}-{index}", threads=threads, gpus=gpus
+        where, folder, role, f"{role}-{member}-{index}", drain, threads=threads, gpus=gpus
     )

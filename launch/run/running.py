@@ -221,6 +221,8 @@ class Running:
 
     def _join_hosts(self, count: int) -> HostLink:
         """Enters this host among those of the run, as its head."""
+        from ...common.sockets import network_name
+
         assert self._store is not None
         state = HostState(
             host=socket.gethostname(),
@@ -228,6 +230,7 @@ class Running:
             pid=os.getpid(),
             role=HEAD,
             processes=count,
+            network=network_name(),
         )
         link = HostLink(self._store, new_member(), state)
         link.hosts.forget_heads()

@@ -483,7 +483,7 @@ async def _serve(join: JoinInfo, config: Config, store: Store, name: str, logs: 
     settings = config.environments
     run, members = RunStore(store), Members(store)
     public, drain_seconds = run.curve_client().public, config.launch.drain_seconds / 2
-    own = own_address(config.launch.bind, join.host)
+    own = own_address(config.launch.bind, config.facing(join.host))
     async with ready(config, public, own, logs, drain_seconds) as found:
         server, hosts = found.server, found.hosts
         endpoint = reachable(found.endpoint, join.host, join.port)

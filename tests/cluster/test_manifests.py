@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -310,6 +311,20 @@ def test_the_join_file_is_in_a_secret_and_stays_when_manifests_are_made_again(tm
     secret.write_text("stringData: {join.json: '{}'}")
     with pytest.raises(DataError, match=r"secret\.yaml"):
         dispatch(["cluster", "kubernetes", "miniature", "--out", str(folder)])
+
+
+def test_commands_in_comments_are_for_the_runs_namespace(tmp_path: Path):
+    folder = made(tmp_path, ["miniature", "--namespace", "research"])
+    found = [
+        line[line.index("kubectl") :]
+        for path in folder.glob("*.yaml")
+        for line in path.read_text().splitlines()
+        # What is applied names the namespace itself.
+        if "kubectl" in line and not re.search(r"kubectl (apply|delete) -[fk]", line)
+    ]
+    assert len(found) == 3
+    for line in found:
+        assert shlex.split(line.partition("`")[0])[1:3] == ["-n", "research"]
 
 
 @pytest.mark.parametrize(

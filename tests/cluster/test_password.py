@@ -68,6 +68,22 @@ def test_it_is_in_the_private_file_alone(
     assert "marker" not in printed.stdout
 
 
+@pytest.mark.parametrize("engine", ["kubernetes", "skypilot"])
+def test_that_none_is_known_is_told(
+    cluster: Callable[..., Done], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TANDEM_REDIS_PASSWORD", raising=False)
+    words = (engine, "miniature", "replay.redis_url=redis://redis.example", "--out", "made")
+    note = "note: no password for Redis at redis.example:6379 is known here"
+    assert note in cluster(*words).stderr
+    assert note not in cluster(engine, "miniature", "--out", "own").stderr
+    monkeypatch.setenv("TANDEM_REDIS_PASSWORD", "marker")
+    assert note not in cluster(*words).stderr
+    monkeypatch.delenv("TANDEM_REDIS_PASSWORD")
+    # It stays in the file.
+    assert note not in cluster(*words).stderr
+
+
 @pytest.mark.parametrize("word", FORMS)
 def test_slurm_has_no_place_for_it(tmp_path: Path, cluster: Callable[..., Done], word: str) -> None:
     done = cluster("slurm", "miniature", word, "--out", "made")

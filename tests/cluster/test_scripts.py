@@ -157,6 +157,22 @@ def test_the_runs_folder_reaches_the_head_whatever_its_name(
         assert parse_override(given) == ("run.dir", f"{here}/runs/miniature")
 
 
+def test_only_the_heads_of_one_run_wait_for_one_another(tmp_path: Path):
+    def name(*words: str) -> str:
+        return asked(scripts(tmp_path, *words)["head.sbatch"])["job-name"]
+
+    assert name() == "tandem-miniature"
+    assert name("run.dir=/shared/a") == "tandem-miniature-a"
+    assert name("run.dir=/shared/b") == "tandem-miniature-b"
+    assert name("run.dir=/shared/miniature-2") == "tandem-miniature-2"
+    assert name("run.dir=/shared/a", "--name", "mine") == "tandem-mine"
+
+
+@pytest.mark.parametrize("time", ["0", "3", "2:30", "0:03:00", "0-1", "1-0:0:0"])
+def test_a_time_limit_may_be_none_or_long_enough_to_drain(tmp_path: Path, time: str):
+    assert asked(scripts(tmp_path, "--time", time)["head.sbatch"])["time"] == time
+
+
 def test_a_container_gets_the_folders_that_the_run_uses(tmp_path: Path):
     apptainer = scripts(tmp_path / "a", *FORMS["apptainer"], "run.dir=/shared/runs/mine")
     assert "tandem=(apptainer exec --nv " in apptainer["head.sbatch"]
@@ -196,7 +212,14 @@ def test_it_says_which_own_templates_are_used(
     ("words", "says"),
     [
         (["--grace", "5"], "draining needs 10 s at least"),
+        (["--grace", "nan"], "draining needs 10 s at least"),
+        (["--grace", "inf"], "give at most 65475"),
+        (["--grace", "65476"], "give at most 65475"),
         (["--time", "soon"], "--time soon"),
+        (["--time", "1"], "--time 1 is 60 s, .* give 3 minutes at least"),
+        (["--time", "2:29"], "--time 2:29 is 149 s"),
+        (["--time", "0:02:00"], "--time 0:02:00 is 120 s"),
+        (["--time", "0-1", "--grace", "7200"], "give 122 minutes at least"),
         (["--nodes", "0"], "numbers from 1"),
         (["--hetjob", *HOSTS], "no place for learner.hosts=2"),
         (["--hetjob", "--container", "x.sqsh"], "so does pyxis"),

@@ -177,7 +177,7 @@ def from_redis() -> Iterable[Decoder]:
     host = {"host": "b", "address": "10.0.0.2", "pid": 7, "role": "learner", "processes": 2}
     yield json_of(
         "replay.host",
-        text(host, {**host, "attempt": 2, "failed": died, "leaving": True}),
+        text(host, {**host, "network": "n", "attempt": 2, "failed": died, "leaving": True}),
         lambda data: hosts.read_state(data, "b"),
     )
     stop = {"callback": "m:f", "reason": "r", "step": 3}

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from tandem.common.config import to_yaml
 from tandem.common.errors import StoreError
-from tandem.common.run_folder import JoinInfo
+from tandem.common.run_folder import JoinInfo, RunFolder
 from tandem.launch.commands import roles
 from tandem.launch.commands.options import joined
 from tandem.launch.plan import hardware
 from tandem.launch.run.opened.presets import load
+from tandem.replay.connection import connect
+from tandem.replay.store import RunStore
 
 PROGRAM = """
 import json, sys, threading, time
@@ -97,6 +100,78 @@ def test_two_processes_with_one_host_name_and_process_id_are_two_members(
     assert all(name.startswith(here) for name in names[:2])
     assert names[0] != names[1]
     assert names[2] == "mine"
+
+
+def put(join: JoinInfo, folder: Path, *overrides: str) -> None:
+    """A run that can be joined, in a Redis and by a file."""
+    store = connect(join)
+    RunStore(store).put_config(to_yaml(load("miniature").resolve(list(overrides))))
+    store.close()
+    RunFolder(folder).write_join(join)
+
+
+DRAINS = """
+import sys, types
+from tandem.launch.cli import dispatch
+from tandem.launch.commands import roles
+def main(join, config, **more):
+    print(config.launch.drain_seconds)
+    return 0
+sys.modules["stub"] = types.SimpleNamespace(main=main)
+roles.ENTRY = dict.fromkeys(roles.ENTRY, "stub")
+dispatch(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [
+        (["rollout", "--drain", "600"], "600.0"),
+        (["environments", "--drain", "7.5"], "7.5"),
+        (["reward", "--drain", "20"], "20.0"),
+        (["reward"], "60.0"),
+    ],
+)
+def test_a_role_drains_for_as_long_as_its_host_has(
+    server: Any, tmp_path: Path, words: list[str], seconds: str
+) -> None:
+    join = server.join()
+    put(join, tmp_path)
+    named = [*words, "--join", str(tmp_path / "join.json")]
+    done = subprocess.run(
+        [sys.executable, "-c", DRAINS, *named],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{seconds}\n"), done.stderr
+
+
+@pytest.mark.parametrize("role", ["reward", "environments"])
+def test_with_an_existing_redis_a_process_listens_where_the_head_finds_it(
+    server: Any, tmp_path: Path, role: str
+) -> None:
+    """Not where that Redis does, which may be behind a tunnel."""
+    join = server.join()
+    put(
+        join,
+        tmp_path,
+        f"replay.redis_url=redis://{join.host}:{join.port}",
+        "launch.bind=nowhere.invalid",
+        'environments.use={even: {form: text, target: "even_world:Even"}}',
+        "environments.default=even",
+        "expert.per_group=0",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem.launch", role, "--join", str(tmp_path / "join.json")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "no address of this host reaches nowhere.invalid" in done.stderr
 
 
 LOADS = """

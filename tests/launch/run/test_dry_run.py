@@ -211,6 +211,24 @@ def test_a_head_that_would_bind_all_addresses_is_refused(
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--head"], "rollout.workers=0 (--head) wants"),
+        (["learner.hosts=2", "learner.ranks=2"], "learner.hosts=2 wants"),
+        (["--head", "launch.bind=10.0.0.1"], None),
+        ([], None),
+    ],
+)
+def test_a_run_that_needs_other_hosts_and_binds_loopback_is_told(
+    words: list[str], what: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = tandem(capsys, "start", "miniature", "--dry-run", *words)
+    assert code == 0
+    assert ("launch.bind=127.0.0.1 is reached from this host alone" in out) == (what is not None)
+    assert (what or "") in out
+
+
 def test_a_password_in_the_url_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     url = "replay.redis_url=redis://:secret@store.example:6380/0"
     code, out, _ = tandem(capsys, "start", "--dry-run", url)

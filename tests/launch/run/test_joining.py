@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -9,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tandem.common.config import to_yaml
-from tandem.common.run_folder import RunFolder
+from tandem.common.run_folder import RunFolder, read_join
+from tandem.common.sockets import network_name
 from tandem.launch import cli
 from tandem.launch.host import surroundings
 from tandem.launch.plan.hardware import Gpu
 from tandem.launch.run.opened.presets import load
 from tandem.replay.connection import Store, connect
+from tandem.replay.hosts import HEAD, HostLink, HostState
 from tandem.replay.store import RunStore
 
 ROLES = {
@@ -68,6 +72,33 @@ def test_it_names_every_process_and_tells_the_run_nothing(
     assert not Path("hosts").exists()
 
 
+def test_with_an_existing_redis_the_address_is_the_one_that_the_head_reaches(
+    run: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["join", "join.json", "--role", "reward", "--dry-run"]
+    put(run, "launch.bind=nowhere.invalid")
+    assert cli.main(words) == 0
+    assert "address: 127.0.0.1, from which the head" in capsys.readouterr().out
+    put(run, "launch.bind=nowhere.invalid", f"replay.redis_url=redis://{run.address}")
+    assert cli.main(words) == 2
+    assert "no address of this host reaches nowhere.invalid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward", "environments"])
+def test_the_time_to_drain_reaches_the_processes(
+    role: str, run: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(run, *SETTINGS)
+    words = ["join", "join.json", "--role", role, "--dry-run"]
+    assert cli.main([*words, "--drain", "600"]) == 0
+    assert "drain: at most 600 s" in (out := capsys.readouterr().out)
+    assert " --drain 600\n" in out
+    assert cli.main(words) == 0
+    assert "--drain" not in capsys.readouterr().out
+    assert cli.main([*words, "--drain", "inf"]) == 2
+    assert "--drain inf should be over 0 seconds, and finite" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("role", "why"),
     [
@@ -90,6 +121,74 @@ def test_a_run_that_binds_all_addresses_can_not_be_joined(
     put(run, "launch.bind=0.0.0.0")
     assert cli.main(["join", "join.json", "--role", role, "--dry-run"]) == 2
     assert "launch.bind set to one private address of the head" in capsys.readouterr().err
+
+
+@pytest.fixture
+def facing_network(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's Redis has another name than one of loopback, as an existing one elsewhere has."""
+    address = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *more, **named: address("127.0.0.1", *more, **named)
+    )
+    join = structs.replace(read_join(Path("join.json")), host="redis.example")
+    RunFolder(Path.cwd()).write_join(join)
+
+
+def head_of(run: Store, network: str) -> HostLink:
+    state = HostState(
+        host="head", address="127.0.0.1", pid=1, role=HEAD, processes=3, network=network
+    )
+    return HostLink(run, "head-1", state)
+
+
+@pytest.mark.usefixtures("facing_network")
+@pytest.mark.parametrize(
+    ("network", "bind", "code"),
+    [
+        ("elsewhere/net:[7]", "127.0.0.1", 2),
+        ("elsewhere/net:[7]", "10.0.0.1", 0),
+        (network_name(), "127.0.0.1", 0),
+        # The head's system doesn't tell.
+        ("", "127.0.0.1", 0),
+    ],
+)
+def test_a_run_that_binds_loopback_is_joined_on_its_own_host_alone(
+    network: str, bind: str, code: int, run: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(run, f"launch.bind={bind}", f"replay.redis_url=redis://{run.address}")
+    link = head_of(run, network)
+    link.start()
+    try:
+        while link.look is None:
+            time.sleep(0.02)
+        assert cli.main(["join", "join.json", "--role", "reward", "--dry-run"]) == code
+    finally:
+        link.stop(leave=True)
+    assert ("launch.bind=127.0.0.1, at which only its head, head," in capsys.readouterr().err) == (
+        code == 2
+    )
+
+
+@pytest.mark.usefixtures("facing_network")
+def test_a_head_that_comes_later_is_looked_at_as_well(
+    run: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(run, f"replay.redis_url=redis://{run.address}")
+    link = head_of(run, "elsewhere/net:[7]")
+
+    def come() -> None:
+        while not Path("hosts").exists():
+            time.sleep(0.02)
+        link.start()
+
+    comes = threading.Thread(target=come)
+    comes.start()
+    try:
+        assert cli.main(["join", "join.json", "--role", "reward"]) == 2
+    finally:
+        comes.join()
+        link.stop(leave=True)
+    assert "at which only its head" in capsys.readouterr().err
 
 
 def test_a_host_with_gpus_and_a_torch_for_cpus_is_refused(
