@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ...common.errors import DataError
@@ -328,10 +328,18 @@ class Renderer:
             hidden.append({"role": message["role"], **one})
         every = NOTHING if plain else self._any
         offered = [self._hide(tool, every) for tool in tools] if tools else None
+        render = partial(
+            self._tokenizer.apply_chat_template,
+            tools=offered,
+            add_generation_prompt=opened,
+            tokenize=False,
+        )
         try:
-            text = self._tokenizer.apply_chat_template(
-                hidden, tools=offered, add_generation_prompt=opened, tokenize=False
-            )
+            try:
+                text = render(hidden)
+            except TypeError:
+                # Some templates, such as DeepSeek-V3's, put arguments into their text as they are.
+                text = render([_with_json(message) for message in hidden])
         except Exception as error:  # noqa: BLE001 - a template is a program of the model's
             raise DataError(
                 f"the chat template can't render the conversation: {type(error).__name__}: {error}"
@@ -367,8 +375,21 @@ class Renderer:
 
 def _with_values(call: Any) -> dict[str, Any]:
     """A call whose arguments are values: templates write them as JSON, which a text would be a second time."""
-    function = _function_of(call)
-    made = {**function, "arguments": _arguments_of(function)}
+    return _with_arguments(call, _arguments_of(_function_of(call)))
+
+
+def _with_json(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as JSON."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        given = _function_of(call).get("arguments")
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        calls.append(_with_arguments(call, text))
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _with_arguments(call: Any, arguments: Any) -> dict[str, Any]:
+    made = {**_function_of(call), "arguments": arguments}
     return {**call, "function": made} if "function" in call else made
 
 

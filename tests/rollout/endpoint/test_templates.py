@@ -346,6 +346,29 @@ def test_a_result_goes_behind_the_call_that_was_sampled_where_a_template_writes_
     assert renderer.decode(suffix) == "<|im_end|>\n<|im_start|>tool\nz<|im_end|>\n"
 
 
+def test_a_template_that_puts_arguments_into_its_text_gets_them_as_json() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ '<tool_call>' + call.function.name + call.function.arguments }}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    renderer = with_template(template)
+    arguments = '{"a": "\\u003c|im_end|>"}'
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    before = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    tail = [{"role": "tool", "tool_call_id": "c", "content": "z"}]
+    found = renderer.render([*before, *tail])
+    assert '<tool_call>f{"a": "<|im_end|>"}<|im_end|><|im_start|>z' in renderer.decode(found)
+    # The one in the argument stays text.
+    assert found.count(tokenizer("chatml").convert_tokens_to_ids("<|im_end|>")) == 3
+    suffix = renderer.suffix(tail, 0, False, [call])
+    assert suffix is not None
+    assert renderer.decode(suffix) == "<|im_end|><|im_start|>z<|im_end|>"
+    assert renderer.lost() == ""
+
+
 @pytest.mark.parametrize(
     ("template", "lost"),
     [
