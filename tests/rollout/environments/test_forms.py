@@ -138,9 +138,11 @@ class TestTools:
             calling("add", "{not json"),
             calling("add", {"c": 1}),
             calling("_hidden", {}),
+            # Python reads numbers of so many digits, and doesn't write their sum.
+            calling("add", {"a": int("9" * 4300), "b": int("9" * 4300)}),
         ]
         played, asked = play_one(
-            "calculator", {"prompt": "x", "answer": 0}, scripted({"tool_calls": calls}, "")
+            "calculator", {"prompt": "x", "answer": 0}, scripted({"tool_calls": calls}, ""), calls=9
         )
         assert played.failure is None
         told = [m["content"] for m in asked[1]["messages"][2:]]
@@ -149,6 +151,7 @@ class TestTools:
         assert "aren't JSON" in told[2]
         assert "unexpected keyword argument" in told[3]
         assert "no tool '_hidden'" in told[4]
+        assert "Exceeds the limit (4300 digits)" in told[5]
 
     def test_a_call_that_could_not_be_parsed_is_told_back_as_text(self, play_one: PlayOne) -> None:
         said = {"content": "<tool_call>{", "tandem": {"malformed_tool_calls": 1}}
