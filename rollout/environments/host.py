@@ -172,6 +172,8 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connected = socket.socket(fileno=int(arguments[0]))
     connected.set_inheritable(False)
+    # By its end the server knows that this process has ended, whatever the environment has forked.
+    os.register_at_fork(after_in_child=connected.close)
     try:
         code = serve(Channel(connected), parent)
     except (BrokenPipeError, ConnectionResetError):
