@@ -106,7 +106,7 @@ def check_call(function: Any, named: str, words: str, *arguments: Any) -> None:
         raise ConfigError(f"{named} can't be called with {words}: {why}")
 
 
-def misfit(function: Any, *arguments: Any, **keywords: Any) -> str:
+def misfit(function: Any, /, *arguments: Any, **keywords: Any) -> str:
     """Why a function can't be called with these arguments; empty if it can, or has no signature."""
     try:
         inspect.signature(function).bind(*arguments, **keywords)

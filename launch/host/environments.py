@@ -97,6 +97,5 @@ def check_environments(config: Config) -> None:
     found = read_object(done.stdout, "the check of the environments", ConfigError)
     for name, why in found.items():
         raise ConfigError(
-            f"environments.use.{name}.target={use[name]['target']} can't be loaded: {why}. Install its "
-            f"module, or put its folder on PYTHONPATH of Tandem, or start Tandem in that folder"
+            f"environments.use.{name}.target={use[name]['target']} can't be loaded: {why}"
         )

@@ -15,11 +15,13 @@ from msgspec.structs import replace
 
 from ...common import prompts
 from ...common.config import Config, DataConfig, EnvironmentsConfig
-from ...common.errors import ConfigError
+from ...common.errors import ConfigError, DataError
 from ...common.records import ENVIRONMENT, PROMPT_MESSAGES
 from ...replay.forms import DataRow, RowError
 from ...replay.forms.row import DEEPEST, is_deeper, plain
 from ...reward.grading import Grader
+from ...rollout.endpoint.rendering import Renderer
+from .texts import Characters
 
 MAX_EXTRA = 1_000
 """Longest column that is kept for other rewards, in characters of its JSON."""
@@ -35,7 +37,7 @@ def check_template(config: Config, tokenizer: Any) -> None:
     """Refuses environments whose messages this model's tokenizer can't render.
 
     Raises:
-        ConfigError: it has no chat template.
+        ConfigError: it has no chat template, or one that has no place for tools.
     """
     forms = {spec.form for spec in config.environments.use.values()}
     # Agents may send tokens, and verifiers' renderers know some models' templates without a file.
@@ -44,6 +46,17 @@ def check_template(config: Config, tokenizer: Any) -> None:
             f"model.path={config.model.path} has no chat template, by which the messages of episodes become "
             f"tokens: put a chat_template.jinja into its folder, or name a model that has one"
         )
+    if "tools" in forms and not isinstance(tokenizer, Characters):
+        try:
+            why = f"leaves out {lost}" if (lost := Renderer(tokenizer, 64).lost()) else ""
+        except DataError as error:
+            why = f"refuses a tool's result ({error})"
+        if why:
+            raise ConfigError(
+                f"model.path={config.model.path} has a chat template that {why}, so no environment of form=tools can "
+                f"be played: put another chat_template.jinja into its folder, name a model that was made for tools, "
+                f"or set form=text, whose observations are messages of the user"
+            )
 
 
 def task_of(

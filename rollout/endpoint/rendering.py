@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ...common.errors import DataError
@@ -242,6 +242,29 @@ class Renderer:
                 return self._encoded(text[closing.start() + self._written(closing, last, ended) :])
         return None
 
+    def lost(self) -> str:
+        """What the tokens of an episode would lack of a tool's call and its result; empty if they have both.
+
+        Raises:
+            DataError: the template refuses them.
+        """
+
+        def tokens(argument: int, result: str) -> tuple[int | None, list[int]]:
+            function = {"name": "f", "arguments": {"a": argument}}
+            call = {"id": "call00000", "type": "function", "function": function}
+            answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            told: Message = {"role": "tool", "tool_call_id": "call00000", "content": result}
+            behind = self.suffix([told], 0, False, [call])
+            if behind is None:
+                return None, self.render([{"role": "user", "content": "x"}, answer, told])
+            # The call is in what the policy has sampled.
+            return argument, behind
+
+        first = tokens(1, "3")
+        if first == tokens(1, "4"):
+            return "a tool's result"
+        return "a tool's call" if first == tokens(2, "3") else ""
+
     def _written(self, closing: re.Match[str], last: int, ended: bool) -> int:
         """How many characters of the special tokens that close an answer the policy has written itself."""
         said = self.special(last)
@@ -305,10 +328,18 @@ class Renderer:
             hidden.append({"role": message["role"], **one})
         every = NOTHING if plain else self._any
         offered = [self._hide(tool, every) for tool in tools] if tools else None
+        render = partial(
+            self._tokenizer.apply_chat_template,
+            tools=offered,
+            add_generation_prompt=opened,
+            tokenize=False,
+        )
         try:
-            text = self._tokenizer.apply_chat_template(
-                hidden, tools=offered, add_generation_prompt=opened, tokenize=False
-            )
+            try:
+                text = render(hidden)
+            except TypeError:
+                # Some templates, such as DeepSeek-V3's, put arguments into their text as they are.
+                text = render([_with_json(message) for message in hidden])
         except Exception as error:  # noqa: BLE001 - a template is a program of the model's
             raise DataError(
                 f"the chat template can't render the conversation: {type(error).__name__}: {error}"
@@ -344,16 +375,30 @@ class Renderer:
 
 def _with_values(call: Any) -> dict[str, Any]:
     """A call whose arguments are values: templates write them as JSON, which a text would be a second time."""
-    function = _function_of(call)
-    made = {**function, "arguments": _arguments_of(function)}
+    return _with_arguments(call, _arguments_of(_function_of(call)))
+
+
+def _with_json(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as JSON."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        given = _function_of(call).get("arguments")
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        calls.append(_with_arguments(call, text))
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _with_arguments(call: Any, arguments: Any) -> dict[str, Any]:
+    made = {**_function_of(call), "arguments": arguments}
     return {**call, "function": made} if "function" in call else made
 
 
 def _before(first: Message, calls: Sequence[Any]) -> list[list[Message]]:
     """Questions with an answer behind which messages can be rendered that begin with this one, the best first."""
-    question = {"role": "user", "content": "x"}
+    question: Message = {"role": "user", "content": "x"}
+    said: list[Message] = [question, {"role": "assistant", "content": MARK}]
     if first.get("role") != "tool":
-        return [[question, {"role": "assistant", "content": MARK}]]
+        return [said]
     asked = first.get("tool_call_id")
     made = [(call.get("id"), _function_of(call).get("name")) for call in calls]
     made = made or [(asked, first.get("name"))]
@@ -361,10 +406,12 @@ def _before(first: Message, calls: Sequence[Any]) -> list[list[Message]]:
     if len(made) > 1:
         # Some templates refuse several calls, or write the first one alone.
         found.append([next((one for one in made if one[0] == asked), made[0])])
-    return [
+    called: list[list[Message]] = [
         [question, {"role": "assistant", "content": "", "tool_calls": _marked(some)}]
         for some in found
     ]
+    # Some templates write results and no calls, which then are in the policy's own tokens alone.
+    return [*called, said]
 
 
 def _marked(calls: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:

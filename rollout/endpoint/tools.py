@@ -6,12 +6,13 @@ format     a call                                                families
 hermes     ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``  Hermes, Qwen2.5, Qwen3, QwQ
 llama      ``{"name": …, "parameters": {…}}``, perhaps behind        Llama 3.1, 3.2, 3.3
            ``<|python_tag|>``, several with ``;`` between them
-json       the same, or a list of such objects, perhaps behind       Mistral; any model that is told to
-           ``[TOOL_CALLS]``, or in a fence
+json       the same, or a list of such objects, perhaps behind a     Mistral; any model that is told to
+           text and ``[TOOL_CALLS]``, or in a fence
 =========  ====================================================  =================================
 
 A tokenizer with a response template of its own (transformers' ``response_template``) is parsed by that, and other
-families by the package renderers (:mod:`.families`). Text is read as JSON and never evaluated.
+families by the package renderers (:mod:`.families`). Text is read as JSON and never evaluated. What stands in thoughts
+(``<think>…</think>``, or behind a ``<think>`` that nothing closes) is no call.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any, Literal, get_args
 Format = Literal["hermes", "llama", "json"]
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCE = re.compile(r"```(?:json)?[^\S\n]*+\n(.*?)\n```", re.DOTALL)
+_TAG = re.compile(r"\[TOOL_CALLS\]\s*(?=[\[{])")
+_THINKING, _THOUGHT = "<think>", "</think>"
 _DECODER = json.JSONDecoder()
 MOST_CALLS = 64
 """Calls of one turn that are read."""
@@ -89,23 +92,29 @@ def parse(
     """
     if getattr(tokenizer, "response_template", None) is not None:
         return _by_template(text, tokenizer, prefix(), most)
+    place = text.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in text else 0
+    thoughts, said = text[:place], text[place:]
+    if said.lstrip().startswith(_THINKING):
+        return _no_call(text)
     if style == "hermes":
-        found = _HERMES.findall(text)[:most]
-        return _parsed(text, found, _HERMES.sub("", text))
-    body = text.strip().removeprefix("[TOOL_CALLS]").lstrip()
+        found = _HERMES.findall(said)[:most]
+        return _parsed(text, found, thoughts + _HERMES.sub("", said))
+    body = said.strip()
     if style == "llama":
         tagged = body.startswith("<|python_tag|>")
         body = body.removeprefix("<|python_tag|>").strip()
         if not tagged and not body.startswith("{"):
-            return Parsed(content=text, calls=(), malformed=0)
-        return _parsed(text, _several(body, most), "")
-    fenced = _FENCE.findall(text)
-    if fenced:
+            return _no_call(text)
+        return _parsed(text, _several(body, most), thoughts)
+    before = thoughts
+    if tag := _TAG.search(said):
+        before, body = thoughts + said[: tag.start()], said[tag.end() :].strip()
+    elif fenced := _FENCE.findall(said):
         wanted = [one for one in fenced if _names_a_call(one)][:most]
-        return _parsed(text, wanted, _FENCE.sub("", text)) if wanted else _no_call(text)
+        return _parsed(text, wanted, thoughts + _FENCE.sub("", said)) if wanted else _no_call(text)
     if not body.startswith(("{", "[")) or not _names_a_call(body):
         return _no_call(text)
-    return _parsed(text, _several(body, most), "")
+    return _parsed(text, _several(body, most), before)
 
 
 def _no_call(text: str) -> Parsed:

@@ -89,7 +89,7 @@ def _why_root(files: list[str], user: int) -> str:
 
 def _files_of(target: str) -> list[str]:
     """Files of Python itself, and of the environment's module and its package if there are any."""
-    top = target.partition(":")[0].partition(".")[0]
+    top = _top(target)
     files = [os.__file__, __file__, sys.executable]
     try:
         spec = importlib.util.find_spec(top)
@@ -103,15 +103,36 @@ def _files_of(target: str) -> list[str]:
     return [file for file in files if not os.path.basename(file).startswith("__pyc")]
 
 
-def last_line(error: BaseException) -> str:
+def in_a_line(error: BaseException) -> str:
     """An exception in a line, with the place in the user's code where it was raised."""
-    said = "".join(traceback.format_exception_only(error)).strip().splitlines()
-    first = f"{type(error).__name__}: {error}" if isinstance(error, SyntaxError) else said[-1]
+    if isinstance(error, SyntaxError):
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "".join(traceback.format_exception_only(error))
     frames = traceback.extract_tb(error.__traceback__)
     ours = os.path.dirname(__file__), import_path.__file__
     place = next((f for f in reversed(frames) if not f.filename.startswith(ours)), None)
     where = f" ({os.path.basename(place.filename)}, line {place.lineno})" if place else ""
-    return f"{first[:3000]}{where}"
+    return f"{' '.join(said.split())[:3000]}{where}"
+
+
+def way_out(error: BaseException, order: Order) -> str:
+    """What to do about an environment that can't be loaded; empty where its error says it."""
+    if isinstance(error, ModuleNotFoundError) and error.name == _top(order.target):
+        return import_path.WAY_OUT
+    if isinstance(error, MemoryError):
+        return f"Raise environments.memory_mb={order.memory_bytes >> 20}"
+    # The arguments of an agent aren't its params alone.
+    if isinstance(error, TypeError) and order.form != "agent":
+        with contextlib.suppress(Exception):
+            if import_path.misfit(import_path.resolve(order.target), **order.params):
+                return f"It is given environments.use.….params={order.params!r:.200}"
+    return ""
+
+
+def _top(target: str) -> str:
+    """The module or package that an import path begins with."""
+    return target.partition(":")[0].partition(".")[0]
 
 
 def serve(channel: Channel, parent: int) -> int:
@@ -125,7 +146,7 @@ def serve(channel: Channel, parent: int) -> int:
         why_root = confine(order, parent)
         play_one = load(order.form, order.target, order.params)
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
-        channel.say(Raised(last_line(error)))
+        channel.say(Raised(in_a_line(error), way_out(error, order)))
         return EXIT_REFUSED
     channel.say(Ready(why_root))
 
@@ -136,7 +157,7 @@ def serve(channel: Channel, parent: int) -> int:
         try:
             done = play_one(play, doing)
         except BaseException as error:  # noqa: BLE001 - the same, even SystemExit
-            channel.say(Raised(last_line(error)))
+            channel.say(Raised(in_a_line(error)))
         else:
             channel.say(done)
         sys.stdout.flush()
@@ -151,6 +172,8 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connected = socket.socket(fileno=int(arguments[0]))
     connected.set_inheritable(False)
+    # By its end the server knows that this process has ended, whatever the environment has forked.
+    os.register_at_fork(after_in_child=connected.close)
     try:
         code = serve(Channel(connected), parent)
     except (BrokenPipeError, ConnectionResetError):

@@ -100,7 +100,9 @@ class Raised(_Message, frozen=True):
     """The user's code raised an exception."""
 
     error: Annotated[str, msgspec.Meta(max_length=4000)]
-    """Last line of the traceback, and where the exception was raised."""
+    """The exception in a line, and where it was raised."""
+    way_out: Annotated[str, msgspec.Meta(max_length=1000)] = ""
+    """What to do about it, where that is known."""
 
 
 ToProcess = Order | Play

@@ -246,9 +246,13 @@ class Host:
         except TimeoutError:
             raise NotStarted(f"it wasn't loaded within {seconds:.0f} s", refused=False) from None
         except (EpisodeFailed, WireError) as error:
-            raise NotStarted(str(error), refused=False) from None
+            way_out = ""
+            if (self.process.poll() or 0) < 0:
+                way_out = f". If it needs more memory, raise environments.memory_mb={self._bounds.memory_mb}"
+            raise NotStarted(f"{error}{way_out}", refused=False) from None
         if isinstance(said, Raised):
-            raise NotStarted(brief(said.error), refused=True)
+            way_out = f". {brief(said.way_out)}" if said.way_out else ""
+            raise NotStarted(f"{brief(said.error)}{way_out}", refused=True)
         if not isinstance(said, Ready):
             raise NotStarted("it said something other than that it is ready", refused=False)
         self.why_root = said.why_root

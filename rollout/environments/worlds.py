@@ -89,7 +89,4 @@ def not_started(name: str, error: NotStarted) -> TandemError:
     """The error for an environment that can't be loaded."""
     if not error.refused:
         return TandemError(f"environments.use.{name} can't be started: {error}")
-    return ConfigError(
-        f"environments.use.{name} can't be loaded: {error}. Install its module, or put its folder on "
-        f"PYTHONPATH of Tandem, or start Tandem in that folder"
-    )
+    return ConfigError(f"environments.use.{name} can't be loaded: {error}")

@@ -7,6 +7,7 @@ Google's style has it, or from lines ``:param name: …``.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import types
@@ -39,11 +40,7 @@ def schema_of(method: Callable[..., Any], name: str) -> dict[str, Any]:
         TypeError: a parameter's hint has no JSON form.
     """
     about, described = read_docstring(inspect.getdoc(method) or "")
-    try:
-        hints = typing.get_type_hints(method)
-    except NameError:
-        # A hint that names what only a type checker imports.
-        hints = {}
+    hints = _hints_of(method)
     properties, required, more = {}, [], False
     for place, parameter in enumerate(inspect.signature(method).parameters.values()):
         if place == 0 and parameter.name in ("self", "cls"):
@@ -66,6 +63,17 @@ def schema_of(method: Callable[..., Any], name: str) -> dict[str, Any]:
         parameters["additionalProperties"] = True
     function = {"name": name, "description": about, "parameters": parameters}
     return {"type": "function", "function": function}
+
+
+def _hints_of(method: Callable[..., Any]) -> dict[str, Any]:
+    """Hints by parameter, without those that name what only a type checker imports."""
+    found: dict[str, Any] = {}
+    globals_ = getattr(inspect.unwrap(method), "__globals__", {})
+    for name, hint in method.__annotations__.items():
+        alone = types.SimpleNamespace(__annotations__={name: hint})
+        with contextlib.suppress(NameError):
+            found |= typing.get_type_hints(alone, globals_)
+    return found
 
 
 def _of_hint(hint: Any, where: str) -> dict[str, Any]:

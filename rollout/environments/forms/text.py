@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ....common.import_path import misfit
 from ..pipes import Done, Phase, Play
 from .asking import Asker, EpisodeTooLong
 from .values import Awaiting, bounded_messages, messages, number, opening
@@ -36,9 +37,12 @@ class TextEpisodes:
 
     def __init__(self, target: Callable[..., Any], params: Mapping[str, Any]) -> None:
         self._environment = target(**params)
-        for name in ("reset", "step"):
-            if not callable(getattr(self._environment, name, None)):
-                raise TypeError(f"{type(self._environment).__name__} has no method {name}")
+        for name, words in (("reset", "a row"), ("step", "an answer's text")):
+            method, kind = getattr(self._environment, name, None), type(self._environment).__name__
+            if not callable(method):
+                raise TypeError(f"{kind} has no method {name}")
+            if why := misfit(method, None):
+                raise TypeError(f"{kind}.{name} can't be called with {words}: {why}")
         self._finish = Awaiting()
 
     def play(self, play: Play, tell: Callable[[Phase], None]) -> Done:

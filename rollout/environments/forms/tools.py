@@ -113,7 +113,7 @@ class ToolEpisodes:
             function = call.get("function")
             function = function if isinstance(function, dict) else {}
             name = str(function.get("name", ""))
-            content = bounded(as_text(self._call(name, function.get("arguments"))), tokens)
+            content = bounded(self._call(name, function.get("arguments")), tokens)
             results.append(
                 {"role": "tool", "tool_call_id": call.get("id"), "name": name, "content": content}
             )
@@ -122,7 +122,14 @@ class ToolEpisodes:
             results.append({"role": "user", "content": MALFORMED.format(answer.malformed)})
         return results
 
-    def _call(self, name: str, arguments: Any) -> Any:
+    def _call(self, name: str, arguments: Any) -> str:
+        """What a tool returned as the model reads it, or why there is nothing."""
+        try:
+            return as_text(self._result(name, arguments))
+        except Exception as error:  # noqa: BLE001 - the model gets whatever a tool raises as its result
+            return as_text({"error": str(error) or type(error).__name__})
+
+    def _result(self, name: str, arguments: Any) -> Any:
         tool = self._tools.get(name)
         if tool is None:
             there = ", ".join(self._tools) or "none"
@@ -136,10 +143,7 @@ class ToolEpisodes:
             arguments = {}
         if not isinstance(arguments, dict):
             return {"error": f"the arguments of {name} should be an object"}
-        try:
-            return self._finish(tool(**arguments))
-        except Exception as error:  # noqa: BLE001 - the model gets whatever a tool raises as its result
-            return {"error": str(error) or type(error).__name__}
+        return self._finish(tool(**arguments))
 
 
 def tools_of(kind: type) -> list[str]:

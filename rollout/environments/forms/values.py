@@ -104,13 +104,21 @@ def bounded(text: str, tokens: int) -> str:
 
 
 def bounded_messages(found: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
-    """Messages with texts of bounded length."""
+    """Messages with texts of bounded length, be they whole contents or parts of one."""
     return [
-        {**one, "content": bounded(one["content"], tokens)}
-        if isinstance(one.get("content"), str)
-        else one
+        {**one, "content": _bounded_content(one["content"], tokens)} if "content" in one else one
         for one in found
     ]
+
+
+def _bounded_content(content: Any, tokens: int) -> Any:
+    if isinstance(content, str):
+        return bounded(content, tokens)
+    if isinstance(content, list):
+        return [_bounded_content(part, tokens) for part in content]
+    if isinstance(content, Mapping) and isinstance(content.get("text"), str):
+        return {**content, "text": bounded(content["text"], tokens)}
+    return content
 
 
 def as_text(result: Any) -> str:

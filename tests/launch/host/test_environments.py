@@ -26,6 +26,34 @@ class World:
     def step(self, text):
         return "", 0.0, True
 
+class Sized:
+    def __init__(self, size):
+        raise AssertionError
+
+class Hungry:
+    def __init__(self):
+        self.food = bytearray(3 << 30)
+
+class Refusing:
+    def __init__(self):
+        raise ValueError("two things:\\n one\\n two")
+
+class Dying:
+    def __init__(self):
+        import os
+        os.abort()
+
+class NoRow:
+    def reset(self):
+        return ""
+
+    def step(self, text):
+        return "", 0.0, True
+
+class TwoTexts(World):
+    def step(self, text, more):
+        return "", 0.0, True
+
 class NoSteps:
     def reset(self, row):
         return ""
@@ -80,6 +108,12 @@ def test_a_slow_one_has_as_long_as_in_the_run(
         (("text", "my_world:NoSteps"), "NoSteps has no method step"),
         (("tools", "my_world:Typed"), "tool look: where has the hint"),
         (("text", "my_world:World", {"size": 0}), "ZeroDivisionError"),
+        (("text", "my_world:Refusing"), "ValueError: two things: one two (my_world.py"),
+        (("text", "my_world:NoRow"), "NoRow.reset can't be called with a row: too many"),
+        (
+            ("text", "my_world:TwoTexts"),
+            "TwoTexts.step can't be called with an answer's text: miss",
+        ),
     ],
 )
 def test_one_that_cannot_be_loaded_is_named_with_the_reason(
@@ -113,3 +147,23 @@ def test_a_foreign_environments_program_that_isnt_there_is_named(
     check(
         far={**spec, "python": "true"} if "python" in spec else {**spec, "command": "true {port}"}
     )
+
+
+@pytest.mark.parametrize(
+    ("target", "params", "way_out"),
+    [
+        ("nowhere.at_all:World", {}, "Install it, put its folder on PYTHONPATH"),
+        ("my_world:Sized", {"length": 3}, "It is given environments.use.….params={'length': 3}"),
+        ("my_world:Hungry", {}, "Raise environments.memory_mb=2048"),
+        ("my_world:Dying", {}, "If it needs more memory, raise environments.memory_mb=2048"),
+        ("my_world:Refusing", {}, ""),
+    ],
+)
+def test_the_way_out_fits_the_reason(
+    check: Any, target: str, params: dict[str, Any], way_out: str
+) -> None:
+    with pytest.raises(ConfigError, match="can't be loaded") as refused:
+        check(bad={"form": "text", "target": target, "params": params})
+    assert way_out in str(refused.value)
+    for other in ("PYTHONPATH", "memory_mb", "params"):
+        assert (other in str(refused.value)) == (other in way_out)

@@ -127,3 +127,24 @@ def test_a_model_without_a_chat_template_is_refused_before_anything_is_read(
         read(tmp_path, [{"task": {"seed": 1}}], tokenizer=bare)
     agents = "environments.use={own: {form: agent, target: 'a.b:c'}}"
     read(tmp_path, [{"task": {"seed": 1}}], agents, "environments.default=own", tokenizer=bare)
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("{{ m.content if m.role != 'tool' }}", "leaves out a tool's result"),
+        (
+            "{{ raise_exception('roles must alternate') if m.role == 'tool' }}",
+            r"refuses a tool's result \(.*roles must alternate",
+        ),
+    ],
+)
+def test_a_model_whose_template_has_no_place_for_tools_plays_no_environment_with_tools(
+    tmp_path: Path, written: str, words: str
+) -> None:
+    bare = load_tokenizer("miniature-tools")
+    bare.chat_template = f"{{% for m in messages %}}{written}<|im_end|>{{% endfor %}}"
+    with pytest.raises(ConfigError, match=rf"chat template that {words}.*set form=text"):
+        read(tmp_path, [{"task": {"seed": 1}}], tokenizer=bare)
+    text = "environments.use={own: {form: text, target: 'a.b:C'}}"
+    read(tmp_path, [{"task": {"seed": 1}}], text, "environments.default=own", tokenizer=bare)

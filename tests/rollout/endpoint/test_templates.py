@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import sys
@@ -321,11 +322,70 @@ def test_a_tail_has_a_suffix_of_its_own(form: str, role: str) -> None:
 
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_a_template_without_an_end_of_turns_has_no_suffix(role: str) -> None:
-    import copy
+    renderer = with_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    assert renderer.suffix([{"role": role, "content": "z"}], 0, False) is None
 
+
+def with_template(template: str) -> Renderer:
     own = copy.deepcopy(tokenizer("chatml"))
-    own.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    assert Renderer(own, 1 << 20).suffix([{"role": role, "content": "z"}], 0, False) is None
+    own.chat_template = template
+    return Renderer(own, 1 << 20)
+
+
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+"""Writes no calls, as Llama 3's."""
+
+
+def test_a_result_goes_behind_the_call_that_was_sampled_where_a_template_writes_no_calls() -> None:
+    renderer = with_template(PLAIN)
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    tail = [{"role": "tool", "tool_call_id": "call00000", "content": "z"}]
+    suffix = renderer.suffix(tail, 0, False, calls)
+    assert suffix is not None
+    assert renderer.decode(suffix) == "<|im_end|>\n<|im_start|>tool\nz<|im_end|>\n"
+
+
+def test_a_template_that_puts_arguments_into_its_text_gets_them_as_json() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ '<tool_call>' + call.function.name + call.function.arguments }}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    renderer = with_template(template)
+    arguments = '{"a": "\\u003c|im_end|>"}'
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    before = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    tail = [{"role": "tool", "tool_call_id": "c", "content": "z"}]
+    found = renderer.render([*before, *tail])
+    assert '<tool_call>f{"a": "<|im_end|>"}<|im_end|><|im_start|>z' in renderer.decode(found)
+    # The one in the argument stays text.
+    assert found.count(tokenizer("chatml").convert_tokens_to_ids("<|im_end|>")) == 3
+    suffix = renderer.suffix(tail, 0, False, [call])
+    assert suffix is not None
+    assert renderer.decode(suffix) == "<|im_end|><|im_start|>z<|im_end|>"
+    assert renderer.lost() == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "lost"),
+    [
+        (PLAIN, ""),
+        (PLAIN.replace("messages", "messages if m.role != 'tool'"), "a tool's result"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "a tool's call"),
+        ("{% for m in messages %}{{ m | tojson }}\n{% endfor %}", ""),
+        ("no messages<|im_end|>", "a tool's result"),
+    ],
+)
+def test_what_a_template_leaves_out_of_calls_and_results_is_known(template: str, lost: str) -> None:
+    assert with_template(template).lost() == lost
+
+
+@pytest.mark.parametrize("form", [*FORMS, "gpt-oss", "gemma4", "mistral"])
+def test_the_templates_of_families_with_tools_leave_nothing_out(form: str) -> None:
+    assert Renderer(tokenizer(form), 1 << 20).lost() == ""
 
 
 @pytest.mark.parametrize("role", ["tool", "user"])

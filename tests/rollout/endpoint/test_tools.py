@@ -39,6 +39,7 @@ def tagged(*calls: str) -> str:
         ("json", ADD, [ADDED], ""),
         ("json", f"[{ADD}, {SUB}]", [ADDED, SUBBED], ""),
         ("json", f"[TOOL_CALLS] [{ADD}, {SUB}]", [ADDED, SUBBED], ""),
+        ("json", f"I call it.\n[TOOL_CALLS][{ADD}]", [ADDED], "I call it."),
         ("json", f"So:\n```json\n{ADD}\n```", [ADDED], "So:"),
         ("json", "So:\n```\nprint(1)\n```", [], "So:\n```\nprint(1)\n```"),
         ("json", '{"answer": 3}', [], '{"answer": 3}'),
@@ -49,6 +50,31 @@ def test_calls_are_found(style: Any, text: str, calls: Any, content: str) -> Non
     found = parse(text, style)
     assert [(call.name, call.arguments) for call in found.calls] == calls
     assert (found.content, found.malformed) == (content, 0)
+
+
+THOUGHT = f"<think>Perhaps {tagged(SUB)} or\n```json\n{SUB}\n```? <tool_call></tool_call></think>"
+
+
+@pytest.mark.parametrize(
+    ("style", "call"),
+    [
+        ("hermes", tagged(ADD)),
+        ("llama", ADD),
+        ("json", ADD),
+        ("json", f"```json\n{ADD}\n```"),
+        ("json", f"[TOOL_CALLS][{ADD}]"),
+    ],
+)
+@pytest.mark.parametrize("thought", [THOUGHT, THOUGHT.removeprefix("<think>")])
+def test_a_call_is_read_behind_thoughts_and_never_in_them(
+    style: Any, call: str, thought: str
+) -> None:
+    found = parse(f"{thought}\n\n{call}", style)
+    assert [(one.name, one.arguments) for one in found.calls] == [ADDED]
+    assert (found.content, found.malformed) == (thought, 0)
+    for text in (f"{thought}\n\nThe answer is 4.", f"<think>{call}", f"{thought}<think>{call}"):
+        found = parse(text, style)
+        assert (found.content, found.calls, found.malformed) == (text, (), 0)
 
 
 @pytest.mark.parametrize(

@@ -110,13 +110,26 @@ def test_the_models_time_is_no_time_of_the_environment(play_one: PlayOne) -> Non
     assert played.seconds < took - 3.5
 
 
-@pytest.mark.parametrize("then", ["hang", "die"])
+@pytest.mark.parametrize(
+    ("then", "verdict", "words"),
+    [
+        ("hang", Verdict.ENV_TIMEOUT, "step_seconds=3"),
+        # At once, although what it has forked lives on.
+        ("die", Verdict.ENV_FAILED, "killed by signal 9"),
+    ],
+)
 def test_what_has_forked_away_into_sessions_of_its_own_is_ended_too(
-    play_one: PlayOne, running: subprocess.Popen[bytes], shared: Path, then: str
+    play_one: PlayOne,
+    running: subprocess.Popen[bytes],
+    shared: Path,
+    then: str,
+    verdict: Verdict,
+    words: str,
 ) -> None:
     left = shared / "pids"
     played, _ = play_one("bad", {"what": "fork", "then": then, "path": str(left)})
-    assert played.failure in (Verdict.ENV_TIMEOUT, Verdict.ENV_FAILED)
+    assert played.failure is verdict
+    assert words in played.detail
     pids = [int(line) for line in left.read_text().split()]
     assert len(pids) == 5
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -13,6 +14,8 @@ from standin_endpoint import calling
 from tandem.common.records import Verdict
 from tandem.rollout.environments.forms.agent import AgentEpisodes, is_too_long
 from tandem.rollout.environments.forms.asking import CONTEXT_CODE
+from tandem.rollout.environments.forms.schemas import schema_of
+from tandem.rollout.environments.forms.values import bounded_messages
 
 PlayOne = Callable[..., Any]
 
@@ -86,6 +89,15 @@ def test_a_rows_own_prompt_is_no_observation_and_stays_whole(
     assert asked[0]["messages"][0]["content"].startswith(prompt)
 
 
+@pytest.mark.parametrize(
+    "content", ["z" * 100_000, [{"type": "text", "text": "z" * 100_000}], ["z" * 100_000]]
+)
+def test_an_observation_is_bounded_whatever_its_spelling(content: Any) -> None:
+    (message,) = bounded_messages([{"role": "user", "content": content}], 50)
+    assert len(json.dumps(message)) < 1_000
+    assert "characters left out" in json.dumps(message)
+
+
 class TestTools:
     def test_tools_run_in_order_and_the_reward_is_the_environments(self, play_one: PlayOne) -> None:
         calls = [calling("add", {"a": 1, "b": 2}, 1), calling("add", {"a": 40}, 2)]
@@ -124,6 +136,17 @@ class TestTools:
         assert look_up["word"] == {"type": "string", "enum": ["pi", "e"]}
         assert look_up["digits"] == {"type": ["integer", "null"]}
 
+    def test_a_hint_that_only_a_type_checker_knows_leaves_the_others_as_they_are(self) -> None:
+        def tool(self: Any, a: int, b: Unknown, c: str | None = None) -> Unknown:  # type: ignore[name-defined]  # noqa: F821
+            """Of a module that imports Unknown under TYPE_CHECKING."""
+
+        parameters = schema_of(tool, "tool")["function"]["parameters"]
+        assert parameters["properties"] == {
+            "a": {"type": "integer"},
+            "b": {},
+            "c": {"type": ["string", "null"]},
+        }
+
     def test_a_coroutine_is_awaited_and_its_result_is_json(self, play_one: PlayOne) -> None:
         calls = [calling("look_up", {"word": "pi"})]
         _, asked = play_one(
@@ -138,9 +161,11 @@ class TestTools:
             calling("add", "{not json"),
             calling("add", {"c": 1}),
             calling("_hidden", {}),
+            # Python reads numbers of so many digits, and doesn't write their sum.
+            calling("add", {"a": int("9" * 4300), "b": int("9" * 4300)}),
         ]
         played, asked = play_one(
-            "calculator", {"prompt": "x", "answer": 0}, scripted({"tool_calls": calls}, "")
+            "calculator", {"prompt": "x", "answer": 0}, scripted({"tool_calls": calls}, ""), calls=9
         )
         assert played.failure is None
         told = [m["content"] for m in asked[1]["messages"][2:]]
@@ -149,6 +174,7 @@ class TestTools:
         assert "aren't JSON" in told[2]
         assert "unexpected keyword argument" in told[3]
         assert "no tool '_hidden'" in told[4]
+        assert "Exceeds the limit (4300 digits)" in told[5]
 
     def test_a_call_that_could_not_be_parsed_is_told_back_as_text(self, play_one: PlayOne) -> None:
         said = {"content": "<tool_call>{", "tandem": {"malformed_tool_calls": 1}}
