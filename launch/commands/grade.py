@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 130 if interrupted; OUT then has the rows graded so far."""
-    from ...common.config import frozen_digest
+    from ...common.config import reward_digest
     from ...reward.grading import Grader
     from ..host.servers import check_servers
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         grader = stack.enter_context(Grader(config.reward))
         source = _Source(arguments.input, grader, config)
-        out = _Out(arguments.out, grader, frozen_digest(config, "reward"), fresh=arguments.fresh)
+        out = _Out(arguments.out, grader, reward_digest(config), fresh=arguments.fresh)
         stack.callback(out.close)
         total = source.check()
         lines = stack.enter_context(source.open())
