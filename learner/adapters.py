@@ -125,17 +125,6 @@ class Adapters:
         a, b = (tensors[f"{layer}.lora_{one}.weight"].to(weight.device).float() for one in "AB")
         return (weight.float() + self.scale * (b @ a)).to(weight.dtype)
 
-    def load(self, src: Mapping[str, Tensor], dst: nn.Module) -> None:
-        """Puts a checkpoint's tensors into the policy; the frozen ones aren't in it.
-
-        Raises:
-            DataError: an adapter's tensor is missing, or there is another one.
-        """
-        result = dst.load_state_dict(src, strict=False)
-        lost = [name for name in result.missing_keys if self.base_name(_inner(name)) is None]
-        if wrong := sorted([*lost, *result.unexpected_keys]):
-            raise DataError(f"its adapters aren't those of the settings, such as {wrong[0]}")
-
     # Passes.
 
     def drop(self, training: bool) -> None:
@@ -269,11 +258,6 @@ def require_same(kept: Mapping[str, Any], now: Mapping[str, Any], place: Path) -
         f"model.path have {here['base']}: put back the weights that the run was started with, or start over "
         f"with --fresh"
     )
-
-
-def _inner(name: str) -> str:
-    """A name of the policy's state dict as the model has it."""
-    return name.removeprefix("model.")
 
 
 def _targets(model: nn.Module, names: list[str]) -> list[str]:

@@ -209,9 +209,7 @@ class _Out:
             same = row is not None and all(
                 old.get(k) == v for k, v in for_json(row.raw).items() if k not in ADDED
             )
-            by = old.get("grader") == self._grader.name
-            # Rows of older versions don't say it.
-            by = by and old.get("reward_digest", self._digest) == self._digest
+            by = (old.get("grader"), old.get("reward_digest")) == (self._grader.name, self._digest)
             if not same or not by or list(old.get("components") or ()) != self._grader.components:
                 raise DataError(
                     f"{self.path} line {count} isn't a row of this input graded by this reward: "
