@@ -54,7 +54,10 @@ class Kto(Beta, Learned):
         "equal to TRL 1.16 on one batch of one rank, where chosen rows come first; z₀ is that of the whole "
         "update here, and of each rank's batch there"
     )
-    use = "Thumbs up and down without pairs."
+    use = (
+        "Thumbs up and down without pairs. A row is good if its advantage is above 0 and bad if it is below; with "
+        "`advantage=none`, where the advantage is the reward, one of 0 is bad too."
+    )
     needs = ("reference", "current")
     alone = "by advantage"
 

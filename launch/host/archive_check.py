@@ -163,7 +163,10 @@ def _without_rewards(objective: ObjectiveConfig) -> bool:
 def _moves(
     objective: Learned, group: GroupRewards, centre_of_step: float | None, *, negative: bool
 ) -> bool:
-    """Whether a row of the group that the objective learns from has an advantage other than 0."""
+    """Whether a row of the group that the objective learns from has an advantage other than 0; for kto without a
+    baseline, whether there is a row."""
+    if isinstance(objective, Kto) and objective.baseline == "none":
+        return bool(group.expert) or any(_kept(objective, ends) for _, ends in group.own)
     own = [paid for paid, _ in group.own]
     baseline, rows = objective.baseline, [*own, *group.expert]
     centre: float | None

@@ -31,7 +31,7 @@ from .counts import SourceCounts
 from .pack import NAME as PACKED
 from .pack import packed
 from .rows import SourceReader
-from .traces import needs_traces, trains_on_traces
+from .traces import admitted, needs_traces, trains_on_traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +251,7 @@ def prepare(
     if trains_on_traces(config) and not traces:
         raise DataError(
             "learner.source=offline trains on expert traces, and no source has one that "
-            f"expert.accept={list(config.expert.accept)} admits{_left_out(counts, names)}"
+            f"expert.accept={list(admitted(config))} admits{_left_out(counts, names)}"
         )
     if trains_on_traces(config) and config.learner.objective.rejects:
         _check_pairs(config, problems)

@@ -181,7 +181,9 @@ class Kto(Preference):
     mismatched = True
 
     def active(self, rows: Rows) -> Tensor:
-        return ~rows.masked & self.heard(rows) & (rows.advantages != 0)
+        kept = rows.teaching & self.heard(rows)
+        # Compared with nothing, a reward of 0 is a bad row's; compared with others, a row at their level is neither.
+        return kept if self.settings.baseline == "none" else kept & (rows.advantages != 0)
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
         sums = counts(rows.row, rows.expert, rows.count)

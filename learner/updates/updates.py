@@ -154,7 +154,8 @@ class Updates:
                 ratios.update(figures)
             if self._stop_kl is not None:
                 gone = _kl_from_start(there, logprobs)
-                stopped = gone > self._stop_kl
+                # Before the first update only rounding lies between the two passes of the same weights.
+                stopped = changed and gone > self._stop_kl
             return not (refused or stopped)
 
         for number, updates in self._passes(step, rows, measured):
@@ -449,7 +450,9 @@ def _kl_from_start(rows: Sequence[Rows], logprobs: Sequence[Tensor]) -> float:
     return total / max(tokens, 1.0)
 
 
-_COUNTED_ONCE = frozenset({"rows", "rows_active", "tokens_own", "tokens_expert"})
+_COUNTED_ONCE = frozenset(
+    {"rows", "rows_active", "tokens_own", "tokens_expert", "preference_pairs"}
+)
 _SUMMED = frozenset({"micro_batches", "forward_tokens"})
 _GREATEST = frozenset({"ratio_max", "k3_p99"})
 

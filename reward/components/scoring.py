@@ -10,7 +10,7 @@ The first rule that applies decides:
    component itself ended that way: ``timeout_pays``.
 4. A gate isn't above ``gate_above``: 0.
 5. The weighted sum of the components that have a value; None if no component that pays has one, or if
-   float32, in which rewards are trained on, can't hold the sum.
+   float32, in which rewards are trained on, can't hold the sum, or the part of it that a token has earned.
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ class Scorer:
                     values[part.name] = value
             reward, is_sum = self._compose(sample.verdict, values, failures[index])
             earned = self._earned(along) if is_sum else None
+            if earned is not None and not all(abs(one) <= _LARGEST for one in earned):
+                reward = earned = None
             scored.append(Scored(reward, values, earned))
         return scored
 

@@ -215,6 +215,29 @@ def test_an_update_that_begins_beyond_the_kl_and_all_after_it_are_left_out(
     compare(updates, policy)
 
 
+def test_rounding_stops_no_step_before_its_first_update(
+    learner: Learner, groups: list[MixedGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the pass that begins a step and that of its first update may differ in bfloat16."""
+    measured = iter([1e-6, 1e-6])
+    monkeypatch.setattr(
+        "tandem.learner.updates.updates._kl_from_start", lambda *given: next(measured)
+    )
+    found = learner(update_epochs=2, stop_kl=1e-7).train(1, groups, lr=0.01).metrics
+    assert (found["train/updates"], found["train/kl_stop"]) == (1, 1)
+    assert found["train/kl_start"] == 1e-6
+
+
+def test_a_steps_pairs_are_counted_once(learner: Learner, groups: list[MixedGroup]) -> None:
+    counted = [
+        learner(objective={"name": "cpo"}, **passes).train(1, groups, lr=0.01).metrics
+        for passes in ({}, {"minibatches": 2}, {"minibatches": 2, "update_epochs": 2})
+    ]
+    assert [found["train/updates"] for found in counted] == [1, 2, 4]
+    once, *others = [found["train/preference_pairs"] for found in counted]
+    assert others == [once, once]
+
+
 @pytest.mark.parametrize(("stage", "dtype"), CELLS)
 def test_after_a_stop_the_next_step_is_as_if_the_update_had_never_begun(
     dtype: str, stage: int, groups: list[MixedGroup], made_up: ModuleType, parity: ModuleType

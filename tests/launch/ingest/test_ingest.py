@@ -904,6 +904,29 @@ def test_labels_are_verdicts(made: Path) -> None:
     assert [text for _, text, *_ in judged(offline("sft"))] == ["1"]
 
 
+def test_where_wrong_responses_are_learned_from_those_that_are_graded_wrong_stay(
+    made: Path,
+) -> None:
+    said = [("3", "\\boxed{3}"), ("4", "\\boxed{3}"), ("3", "\\boxed{}")]
+    rows = [{"prompt": "1+2=?", "response": response, "gold": gold} for gold, response in said]
+    own_rows(made, *rows)
+    graded = ("reward.components=[{name: accuracy}]", "learner.objective.advantage=none")
+    found = judged(offline("kto", *graded))
+    assert [(verdict, paid) for _, _, verdict, paid, _ in found] == [
+        ("correct", 1.0),
+        ("wrong", 0.0),
+        ("unparsable", 0.0),
+    ]
+    mine = "my.module:Mine"
+    assert judged(offline(mine, *graded, "learner.objective.rejected=true")) == found
+    # Whoever names other verdicts gets these.
+    given = offline("kto", *graded, "expert.accept=[correct,wrong]")
+    assert judged(given) == found[:2]
+    assert given.counts["own"].refused_traces == {"unparsable": 1}
+    # Whoever learns only from good responses gets only those.
+    assert judged(offline(mine, *graded)) == judged(offline("sft", graded[0])) == found[:1]
+
+
 def test_a_response_that_is_labelled_false_is_wrong_whatever_its_columns_are_called(
     made: Path,
 ) -> None:

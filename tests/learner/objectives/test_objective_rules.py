@@ -364,6 +364,28 @@ def test_a_row_of_malformed_turns_alone_is_none_of_ktos(hand: ModuleType) -> Non
         assert after[count] == before[count] - 1
 
 
+@pytest.mark.parametrize("baseline", ["none", "group_mean"])
+def test_without_a_baseline_kto_takes_a_row_that_is_paid_nothing_as_bad(
+    baseline: str, hand: ModuleType
+) -> None:
+    """Of a group whose mean is 0 it is neither good nor bad."""
+    paid = torch.tensor([1.0, 0.0, -1.0, 0.0], dtype=torch.float64)
+    these = hand.random_rows(3, 4)
+    these = these.with_columns(
+        rewards=paid,
+        masked=torch.zeros_like(these.masked),
+        silent=torch.tensor([False, False, False, True]),
+    ).with_advantages(paid, baseline)
+    objective = make("kto", advantage=baseline, desirable_weight=0.0)
+    these = hand.filled(objective, these)
+    scalars = {name: float(value) for name, value in objective.statistics(these).items()}
+    assert scalars["pairs"] == (3 if baseline == "none" else 2)
+    leaf = these.logprobs.clone().requires_grad_()
+    objective.loss(these.with_columns(logprobs=leaf), scalars)[0].backward()
+    made_less_likely = these.by_row((leaf.grad > 0).to(torch.int64)) > 0
+    assert made_less_likely.tolist() == [False, baseline == "none", True, False]
+
+
 def test_masked_rows_count_in_the_denominators(hand: ModuleType) -> None:
     these = hand.random_rows(5)
     objective = make("grpo", aggregation="token_mean")

@@ -297,6 +297,15 @@ def test_a_sum_that_is_not_finite_in_float32_is_no_reward() -> None:
         assert large.score(graded(Verdict.WRONG), {"my.rewards:one": value})[0] is None
 
 
+def test_tokens_that_earn_what_is_not_finite_in_float32_make_no_reward_either() -> None:
+    own = scorer(ComponentConfig(name="my.rewards:tokens", weight=10.0))
+    for value, paid in ((1e37, 0.0), (1e38, None), (1e308, None)):
+        found = {"my.rewards:tokens": [value, -value]}
+        (one,) = own.score_group([graded(Verdict.WRONG)], [found], [None])
+        assert one.reward == paid
+        assert one.token_rewards == (None if paid is None else [1e38, -1e38])
+
+
 def test_a_closed_gate_pays_nothing_and_keeps_the_components() -> None:
     reward, components = scorer(ACCURACY, GATE).score(graded(Verdict.CORRECT, "no format"))
     assert reward == 0.0
