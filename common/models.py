@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -289,6 +289,13 @@ def unreadable(path: str, what: str, error: Exception, key: str = "model.path") 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "…"
+
+
+def context_of(settings: Mapping[str, Any]) -> int | None:
+    """Tokens of a model's context by its ``config.json``; None if it doesn't say."""
+    text = settings.get("text_config")
+    context = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
+    return context if isinstance(context, int) else None
 
 
 def read_model_config(path: str) -> dict[str, Any]:
