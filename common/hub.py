@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from .errors import DataError
+from .plain import one_line
 from .run_folder import try_lock
 
 log = logging.getLogger("tandem")
@@ -393,8 +394,7 @@ def _library() -> Any:
 
 def _problem(kind: str, repo: str, error: Exception) -> DataError:
     where = endpoint() or "the Hugging Face hub"
-    what = " ".join(str(error).split())[:200] or type(error).__name__
     return DataError(
-        f"{kind} {repo} can't be fetched from {where}: {type(error).__name__}: {what}. If this machine "
+        f"{kind} {repo} can't be fetched from {where}: {one_line(error, kind=True)}. If this machine "
         f"has no connection, fetch it elsewhere with `tandem get` and name the folder"
     )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..common.adapters import adapted_layers, base_of, scale_of
 from ..common.errors import ConfigError, DataError
+from ..common.plain import one_line
 from ..common.seeds import keyed_seed
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Adapters:
             inject_adapter_in_model(self._settings(target_modules=names), model, NAME)
         except ValueError as error:
             raise ConfigError(
-                f"learner.lora: PEFT can't adapt this model: {' '.join(str(error).split())[:300]}"
+                f"learner.lora: PEFT can't adapt this model: {one_line(error, 300)}"
             ) from None
         self._modules: dict[str, Any] = {
             name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)

@@ -18,6 +18,7 @@ from ...common.config import Config, EvalSetConfig, SourceConfig, of_set
 from ...common.config.checks.choices import memory_refusal
 from ...common.errors import ConfigError, DataError, TandemError
 from ...common.objectives import WITHOUT_GROUP
+from ...common.plain import one_line
 from ...common.records import ExpertTrace, Problem
 from ...common.run_folder import RunFolder
 from ...replay import archive
@@ -114,7 +115,7 @@ def load_tokenizer(path: str) -> Any:
         raise
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare Exceptions
         raise DataError(
-            f"model.path={path}: its tokenizer can't be read: {' '.join(str(error).split())[:200]}"
+            f"model.path={path}: its tokenizer can't be read: {one_line(error)}"
         ) from None
     if tokenizer.eos_token_id is None:
         raise DataError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import DataError
 from ...common.memory import is_out_of_memory
+from ...common.plain import one_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,7 +33,7 @@ def load_former(engine: Any, folder: Path) -> dict[str, Any]:
         if is_out_of_memory(error):
             raise
         raise DataError(
-            f"{folder / POLICY} can't be read: {' '.join(str(error).split())[:300]}. An earlier version of Tandem "
+            f"{folder / POLICY} can't be read: {one_line(error, 300)}. An earlier version of Tandem "
             f"wrote it, so it can be resumed only with the same learner.ranks and learner.zero_stage"
         ) from None
     if path is None:
