@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .errors import ConfigError
 from .memory import is_out_of_memory
+from .plain import one_line
 
 BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.3}
 """Greatest difference of a log-prob or an entropy, in nats, by the dtype of the parameters: at least
@@ -117,11 +118,6 @@ class Difference:
     def most(self) -> float:
         """The greater of the two differences."""
         return max(self.logprob, self.entropy)
-
-
-def one_line(error: Exception) -> str:
-    """Kind and text of an error in a model's own code, short enough for a message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _greatest(ours: Tensor, theirs: Tensor) -> float:
@@ -312,7 +308,7 @@ def _own(model: Any, row: ProbeRow) -> Scores:
             raise
         raise ConfigError(
             f"model type {model.config.model_type!r} fails in its own forward, on a row of "
-            f"{len(ids)} tokens tried at start: {one_line(error)}"
+            f"{len(ids)} tokens tried at start: {one_line(error, kind=True)}"
         ) from error
     finally:
         hook.remove()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import time
@@ -17,7 +18,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from .errors import DataError
+from .plain import one_line
 from .run_folder import try_lock
+
+log = logging.getLogger("tandem")
 
 Kind = Literal["model", "dataset"]
 _NAME = re.compile(
@@ -288,9 +292,7 @@ def is_hub_name(path: str, place: Path) -> bool:
     return not place.exists() and not place.parent.exists() and HubData.parse(path) is not None
 
 
-def cached_data(
-    name: str, revision: str | None = None, tell: Callable[[str], None] = lambda text: None
-) -> Path:
+def cached_data(name: str, revision: str | None = None) -> Path:
     """The folder of a data set in the hub's cache, fetched if it isn't there yet.
 
     Raises:
@@ -309,16 +311,16 @@ def cached_data(
             f"`tandem get data {name}`, and name the folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder, name, tell):
+    with _alone(folder, name):
         # Another process may have fetched it in the meantime.
         if not complete.exists():
-            get_data(name, folder, revision, tell=tell)
+            get_data(name, folder, revision)
             complete.touch()
     return folder
 
 
 @contextlib.contextmanager
-def _alone(folder: Path, name: str, tell: Callable[[str], None]) -> Iterator[None]:
+def _alone(folder: Path, name: str) -> Iterator[None]:
     """Holds the lock of a folder, since two processes would write into one another's parts of files.
 
     Raises:
@@ -329,7 +331,7 @@ def _alone(folder: Path, name: str, tell: Callable[[str], None]) -> Iterator[Non
         seen, end = -1, 0.0
         while not try_lock(lock.fileno()):
             if seen < 0:
-                tell(f"waiting for another process that fetches {name}")
+                log.warning(f"waiting for another process that fetches {name}")
             if (arrived := _bytes_in(folder)) != seen:
                 seen, end = arrived, time.monotonic() + SILENT_SECONDS
             if time.monotonic() > end:
@@ -392,8 +394,7 @@ def _library() -> Any:
 
 def _problem(kind: str, repo: str, error: Exception) -> DataError:
     where = endpoint() or "the Hugging Face hub"
-    what = " ".join(str(error).split())[:200] or type(error).__name__
     return DataError(
-        f"{kind} {repo} can't be fetched from {where}: {type(error).__name__}: {what}. If this machine "
+        f"{kind} {repo} can't be fetched from {where}: {one_line(error, kind=True)}. If this machine "
         f"has no connection, fetch it elsewhere with `tandem get` and name the folder"
     )

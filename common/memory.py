@@ -20,6 +20,7 @@ import psutil
 from .confinement import libc
 from .control_groups import LISTED, ROOT, groups
 from .errors import OutOfMemoryError
+from .plain import one_line
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -140,14 +141,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def what_was_asked(error: BaseException) -> str:
     """The part of such an error that says how much was asked for, in one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split())
     for pattern in (r"you tried to allocate (\d+) bytes", r"tried to allocate ([\d.]+ \w+)"):
         found = re.search(pattern, text, re.IGNORECASE)
         if found is not None and found[1].isdigit():
             return f"{int(found[1]):,} bytes"
         if found is not None:
             return found[1]
-    return text if len(text) <= 200 else text[:197] + "…"
+    return one_line(error)
 
 
 @contextmanager

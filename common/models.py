@@ -10,7 +10,7 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import DataError
 from .hub import TOKENIZER_FILES, has_tokenizer
 from .memory import is_out_of_memory
-from .plain import read_object
+from .plain import one_line, read_object
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +100,7 @@ def local_folder(path: str, fetch: Sequence[str] = ()) -> Path:
         return Path(found)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise DataError(
-            f"model.path={path}: its files aren't in the hub's cache here ({_one_line(error)}): run "
+            f"model.path={path}: its files aren't in the hub's cache here ({one_line(error, 300)}): run "
             f"tandem get model {path}, and name the folder"
         ) from None
 
@@ -187,7 +187,7 @@ def load_model(
             output_loading_info=True,
         )
     except ImportError as error:
-        raise DataError(f"model.attention={attention}: {_one_line(error)}") from None
+        raise DataError(f"model.attention={attention}: {one_line(error, 300)}") from None
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -281,14 +281,16 @@ def unreadable(path: str, what: str, error: Exception, key: str = "model.path") 
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         return (
             f"{key}={path}: no such folder here, and the hub didn't give its {what}"
-            f"{offline}: {_one_line(error)}"
+            f"{offline}: {one_line(error, 300)}"
         )
-    return f"{key}={path}: its {what} can't be read: {_one_line(error)}"
+    return f"{key}={path}: its {what} can't be read: {one_line(error, 300)}"
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "…"
+def context_of(settings: Mapping[str, Any]) -> int | None:
+    """Tokens of a model's context by its ``config.json``; None if it doesn't say."""
+    text = settings.get("text_config")
+    context = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
+    return context if isinstance(context, int) else None
 
 
 def read_model_config(path: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def read_json(data: bytes | str, what: str, error: type[TandemError], way_out: s
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as cause:
-        raise damaged(what, f"isn't JSON: {_brief(cause)}", error, way_out) from None
+        raise damaged(what, f"isn't JSON: {one_line(cause, 120)}", error, way_out) from None
 
 
 def read_object(
@@ -173,6 +173,18 @@ def damaged(what: str, why: str, error: type[TandemError], way_out: str = "") ->
     return error(f"{what} is damaged: it {why}" + (f"; {way_out}" if way_out else ""))
 
 
-def _brief(text: Any) -> str:
-    line = " ".join(str(text).split()) or type(text).__name__
-    return line if len(line) <= 120 else f"{line[:117]}…"
+def one_line(error: BaseException, limit: int = 200, *, kind: bool = False) -> str:
+    """An error's text as one line of at most so many characters; the name of its kind if it has none.
+
+    Args:
+        error: the error.
+        limit: greatest number of characters.
+        kind: whether the name of its kind stands before the text.
+
+    >>> one_line(ValueError("of\\ntwo lines"), kind=True)
+    'ValueError: of two lines'
+    """
+    name = type(error).__name__
+    line = " ".join(str(error).split()) or name
+    line = line if len(line) <= limit else f"{line[: limit - 1]}…"
+    return f"{name}: {line}" if kind else line

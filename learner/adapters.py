@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..common.adapters import adapted_layers, base_of, scale_of
 from ..common.errors import ConfigError, DataError
+from ..common.plain import one_line
 from ..common.seeds import keyed_seed
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Adapters:
             inject_adapter_in_model(self._settings(target_modules=names), model, NAME)
         except ValueError as error:
             raise ConfigError(
-                f"learner.lora: PEFT can't adapt this model: {' '.join(str(error).split())[:300]}"
+                f"learner.lora: PEFT can't adapt this model: {one_line(error, 300)}"
             ) from None
         self._modules: dict[str, Any] = {
             name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
@@ -124,17 +125,6 @@ class Adapters:
             return weight
         a, b = (tensors[f"{layer}.lora_{one}.weight"].to(weight.device).float() for one in "AB")
         return (weight.float() + self.scale * (b @ a)).to(weight.dtype)
-
-    def load(self, src: Mapping[str, Tensor], dst: nn.Module) -> None:
-        """Puts a checkpoint's tensors into the policy; the frozen ones aren't in it.
-
-        Raises:
-            DataError: an adapter's tensor is missing, or there is another one.
-        """
-        result = dst.load_state_dict(src, strict=False)
-        lost = [name for name in result.missing_keys if self.base_name(_inner(name)) is None]
-        if wrong := sorted([*lost, *result.unexpected_keys]):
-            raise DataError(f"its adapters aren't those of the settings, such as {wrong[0]}")
 
     # Passes.
 
@@ -269,11 +259,6 @@ def require_same(kept: Mapping[str, Any], now: Mapping[str, Any], place: Path) -
         f"model.path have {here['base']}: put back the weights that the run was started with, or start over "
         f"with --fresh"
     )
-
-
-def _inner(name: str) -> str:
-    """A name of the policy's state dict as the model has it."""
-    return name.removeprefix("model.")
 
 
 def _targets(model: nn.Module, names: list[str]) -> list[str]:

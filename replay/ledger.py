@@ -242,7 +242,7 @@ class Ledger:
         """Commits one graded group; see :meth:`commit_many`."""
         return self.commit_many([group])[0].result
 
-    def commit_many(self, groups: Sequence[Group], deadline: float = DEADLINE) -> list[Receipt]:
+    def commit_many(self, groups: Sequence[Group]) -> list[Receipt]:
         """Commits graded groups, in as few round trips as their bytes allow.
 
         A large payload travels in a plain ``SET`` before the script, which would block the server with
@@ -277,10 +277,10 @@ class Ledger:
                     else:
                         receipts[place] = receipt
             if again:
-                if time.monotonic() - begun > deadline:
+                if time.monotonic() - begun > DEADLINE:
                     raise StoreError(
                         f"Redis at {self.store.address} is full: {len(again)} groups could not be "
-                        f"stored for {deadline:.0f} s. Raise replay.maxmemory_mb, or let the "
+                        f"stored for {DEADLINE:.0f} s. Raise replay.maxmemory_mb, or let the "
                         f"learner catch up"
                     )
                 time.sleep(pause)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from ..common.records import Episode, FinishReason, Int32Array, Sample, Verdict
+from ..common.records import Episode, FinishReason, Group, Int32Array, Problem, Sample, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,27 @@ class GradeItem:
     group: str = ""
     """Items with the same name form a group, for components that compare samples; an item without a
     name is a group of its own."""
+
+    @classmethod
+    def of(cls, asked: Group | Problem, sample: Sample, group: str = "") -> GradeItem:
+        """A sample to grade, with what the dataset says of its problem.
+
+        Args:
+            asked: what was asked, and its gold answer.
+            sample: the response.
+            group: see :attr:`group`.
+        """
+        return cls(
+            text=sample.text,
+            gold=asked.gold,
+            data_source=asked.data_source,
+            finish_reason=sample.finish_reason,
+            prompt_text=asked.prompt_text,
+            tokens=sample.tokens,
+            extra=asked.extra,
+            episode=sample.episode,
+            group=group,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

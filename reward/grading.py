@@ -192,19 +192,7 @@ class Grader:
     def begin_group(self, group: Group, done: Callable[[Group], None]) -> None:
         """Starts grading a group; ``done`` gets the graded group, now or from a later :meth:`pump`."""
         with self._lock:
-            items = [
-                GradeItem(
-                    text=sample.text,
-                    gold=group.gold,
-                    data_source=group.data_source,
-                    finish_reason=sample.finish_reason,
-                    prompt_text=group.prompt_text,
-                    tokens=sample.tokens,
-                    extra=group.extra,
-                    episode=sample.episode,
-                )
-                for sample in group.samples
-            ]
+            items = [GradeItem.of(group, sample) for sample in group.samples]
 
             def finish(grades: list[Grade]) -> None:
                 whole = tuple(

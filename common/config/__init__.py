@@ -44,7 +44,7 @@ from .reading.loading import (
     with_overrides,
 )
 from .reading.of_set import of_set
-from .reading.resuming import CHANGEABLE, differences, frozen_differences, frozen_digest, leaves
+from .reading.resuming import CHANGEABLE, differences, frozen_differences, leaves, reward_digest
 from .reading.text import parse_value, parse_yaml, yaml_text
 from .replay import ReplayConfig
 from .reward import ComponentConfig, RewardConfig
@@ -115,5 +115,5 @@ __all__ = [
     "leaves",
     "differences",
     "frozen_differences",
-    "frozen_digest",
+    "reward_digest",
 ]

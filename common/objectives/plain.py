@@ -128,15 +128,10 @@ class Gspo(DualClip, OwnTokens):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GspoToken(DualClip, OwnTokens):
+class GspoToken(Gspo):
     """GSPO-token: GSPO's value, with each token's own gradient."""
 
-    name: Literal["gspo_token"] = "gspo_token"
-    advantage: Baseline = "group_mean_std"
-    aggregation: Aggregation = "sequence_mean"
-    clip_low: BelowOne | None = 3e-4
-    clip_high: AboveZero | None = 4e-4
-    dual_clip: AboveOne | None = None
+    name: Literal["gspo_token"] = "gspo_token"  # type: ignore[assignment]
 
     equation = "as gspo, s_it = sg(s_i) · π_θ / sg(π_θ)"
     source = "arXiv 2507.18071, eq. 13-14"

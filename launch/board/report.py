@@ -21,6 +21,7 @@ from typing import Any
 
 from ...common.errors import DataError
 from ...common.parts import read_parts
+from ...common.plain import one_line
 from ...common.run_folder import RunFolder, read_stages
 
 log = logging.getLogger("tandem.launch")
@@ -337,9 +338,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         draw(RunFolder(place))
     except Exception as error:  # noqa: BLE001 - whatever it is, the run's end reports it in one line
-        text = " ".join(str(error).split()) or type(error).__name__
-        kind = "" if isinstance(error, DataError) else f"{type(error).__name__}: "
-        print(kind + text, file=sys.stderr)
+        print(one_line(error, 300, kind=not isinstance(error, DataError)), file=sys.stderr)
         return 1
     return 0
 

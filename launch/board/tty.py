@@ -7,7 +7,6 @@ import os
 import sys
 import termios
 import time
-from collections.abc import Mapping
 from typing import TextIO
 
 SMALLEST = (40, 8)
@@ -18,9 +17,9 @@ ASCII_TERMS = ("linux", "vt52", "vt100", "vt102", "vt220", "ansi", "cons25")
 """Values of TERM whose fonts often lack block characters."""
 
 
-def wants_live(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
+def wants_live(stream: TextIO) -> bool:
     """Whether a stream is a terminal on which a live view can be drawn."""
-    if environment.get("TERM", "") in PLAIN_TERMS:
+    if os.environ.get("TERM", "") in PLAIN_TERMS:
         return False
     try:
         return stream.isatty() and _large_enough(stream.fileno())
@@ -28,15 +27,15 @@ def wants_live(stream: TextIO, environment: Mapping[str, str] = os.environ) -> b
         return False
 
 
-def has_colour(environment: Mapping[str, str] = os.environ) -> bool:
+def has_colour() -> bool:
     """False if NO_COLOR is set to anything (https://no-color.org)."""
-    return not environment.get("NO_COLOR")
+    return not os.environ.get("NO_COLOR")
 
 
-def has_blocks(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
+def has_blocks(stream: TextIO) -> bool:
     """Whether block characters can be expected to show."""
     encoding = (getattr(stream, "encoding", None) or "").lower().replace("-", "")
-    return encoding.startswith("utf") and environment.get("TERM", "") not in ASCII_TERMS
+    return encoding.startswith("utf") and os.environ.get("TERM", "") not in ASCII_TERMS
 
 
 def _large_enough(fd: int) -> bool:

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 130 if interrupted; OUT then has the rows graded so far."""
-    from ...common.config import frozen_digest
+    from ...common.config import reward_digest
     from ...reward.grading import Grader
     from ..host.servers import check_servers
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         grader = stack.enter_context(Grader(config.reward))
         source = _Source(arguments.input, grader, config)
-        out = _Out(arguments.out, grader, frozen_digest(config, "reward"), fresh=arguments.fresh)
+        out = _Out(arguments.out, grader, reward_digest(config), fresh=arguments.fresh)
         stack.callback(out.close)
         total = source.check()
         lines = stack.enter_context(source.open())
@@ -209,9 +209,7 @@ class _Out:
             same = row is not None and all(
                 old.get(k) == v for k, v in for_json(row.raw).items() if k not in ADDED
             )
-            by = old.get("grader") == self._grader.name
-            # Rows of older versions don't say it.
-            by = by and old.get("reward_digest", self._digest) == self._digest
+            by = (old.get("grader"), old.get("reward_digest")) == (self._grader.name, self._digest)
             if not same or not by or list(old.get("components") or ()) != self._grader.components:
                 raise DataError(
                     f"{self.path} line {count} isn't a row of this input graded by this reward: "

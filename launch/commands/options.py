@@ -125,12 +125,13 @@ def output_file(name: str) -> Path:
     return path
 
 
-def newest_run(runs: Path = Path("runs")) -> RunFolder:
+def newest_run() -> RunFolder:
     """The folder under ``runs/``, or one level deeper, whose run was started or changed last.
 
     Raises:
         DataError: there is no run.
     """
+    runs = Path("runs")
     found = [*runs.glob("*/run.json"), *runs.glob("*/*/run.json")]
     found.sort(key=lambda path: path.stat().st_mtime)
     if not found:

@@ -8,9 +8,8 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...common.errors import ConfigError, DataError, StoreError
 from ...common.run_folder import JoinInfo, RunFolder, existing
@@ -171,6 +170,7 @@ def _config(arguments: argparse.Namespace) -> tuple[Config, JoinInfo | None]:
 
 def _of_model(model: str, overrides: list[str], context: int | None) -> Config:
     from ...common.config import build, read_yaml
+    from ...common.models import context_of
 
     path = Path(model).expanduser()
     if RunFolder(path).run_json.exists():
@@ -188,7 +188,7 @@ def _of_model(model: str, overrides: list[str], context: int | None) -> Config:
     named = config.model.model_copy(update={"path": model})
     config = config.model_copy(update={"model": named})
     settings = model_settings(model)
-    limit = _limit(settings)
+    limit = context_of(settings)
     if limit is None and context is None:
         raise ConfigError(f"{model} doesn't say how long its context is: give --context N")
     if limit is not None and context is not None and context > limit:
@@ -196,13 +196,6 @@ def _of_model(model: str, overrides: list[str], context: int | None) -> Config:
     if not stored:
         config = in_own_dtype(config, [settings])
     return _with_context(config, context or limit or 0)
-
-
-def _limit(settings: Mapping[str, Any]) -> int | None:
-    """Tokens of a model's context by its ``config.json``; None if it doesn't say."""
-    text = settings.get("text_config")
-    limit = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
-    return limit if isinstance(limit, int) else None
 
 
 def _of_run(arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config, JoinInfo]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError
+from ...common.plain import one_line
 from ...common.run_folder import RunFolder
 from .options import add_folder, named_folder
 
@@ -135,8 +136,8 @@ def _tracker(
     except wandb.errors.CommError as error:
         if mode == "offline":
             raise
-        reason = " ".join(str(error).split())[:200]
-        print(f"W&B goes offline, its server can't be used: {reason}", file=sys.stderr, flush=True)
+        said = f"W&B goes offline, its server can't be used: {one_line(error)}"
+        print(said, file=sys.stderr, flush=True)
         mode = "offline"
         # wandb's service holds the id until it ends.
         wandb.teardown()

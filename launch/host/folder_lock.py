@@ -22,6 +22,9 @@ from ...common.errors import HeldError, TandemError
 from ...common.run_folder import RunFolder, try_lock
 from .head_term import HeadTerm
 
+END_SECONDS = 10.0
+"""Time in which a process ends by SIGTERM, and after that by SIGKILL."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
@@ -225,17 +228,17 @@ def _holder(content: dict[str, object], name: str) -> Holder | None:
     return Holder(pid=pid, started=float(started))
 
 
-def end_process(holder: Holder, patience: float = 10.0) -> bool:
+def end_process(holder: Holder) -> bool:
     """Ends a process by SIGTERM, then SIGKILL; returns whether it was there."""
     process = holder.process()
     if process is None:
         return False
     try:
         process.terminate()
-        process.wait(patience)
+        process.wait(END_SECONDS)
     except psutil.TimeoutExpired:
         process.kill()
-        process.wait(patience)
+        process.wait(END_SECONDS)
     except psutil.Error:
         pass  # It ended by itself in between.
     return True

@@ -14,7 +14,7 @@ from ...common.import_path import is_installed
 from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
 from ..plan.placement import Placement, place, samples_here, trackers_of, workers_of
-from ..plan.sizes import safetensors_of, shape_of, trained, unlike_ranks
+from ..plan.sizes import over_context, safetensors_of, shape_of, trained, unlike_ranks
 from ..wording import human, shown_python
 from .environments import check_environments
 from .servers import check_servers
@@ -100,15 +100,10 @@ def check_model(config: Config) -> Path | None:
 
 
 def _require_context(config: Config, settings: Mapping[str, Any], whose: str) -> None:
-    text = settings.get("text_config")
-    context = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if isinstance(context, int) and longest > context:
-        raise ConfigError(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens} together are over "
-            f"{whose} context of {context} tokens: lower one of them"
-        )
+    from ...common.models import context_of
+
+    if why := over_context(config, context_of(settings), whose):
+        raise ConfigError(why)
 
 
 def check_critic(config: Config, *, alone: bool = False) -> None:

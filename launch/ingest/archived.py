@@ -21,7 +21,8 @@ from ...common.records import ExpertTrace, FinishReason, Group, Problem, Sample,
 from ...common.seeds import keyed_generator
 from ...replay import archive
 from ...replay.forms import data_files
-from ...reward.grading import GradeItem, Grader
+from ...reward.grades import GradeItem, with_grade
+from ...reward.grading import Grader
 from . import regrading
 from .counts import SourceCounts, drawn
 from .pairing import pairs_of
@@ -236,27 +237,9 @@ class ArchiveReader:
                 yield sample
 
     def _regraded(self, group: Group, samples: Sequence[Sample]) -> list[Sample]:
-        items = [
-            GradeItem(
-                text=sample.text,
-                gold=group.gold,
-                data_source=group.data_source,
-                finish_reason=sample.finish_reason,
-                prompt_text=group.prompt_text,
-                tokens=sample.tokens,
-                extra=group.extra,
-                episode=sample.episode,
-            )
-            for sample in samples
-        ]
+        items = [GradeItem.of(group, sample) for sample in samples]
         return [
-            replace(
-                sample,
-                reward=grade.reward,
-                verdict=grade.verdict,
-                components=grade.components,
-                grader=self._grader.name,
-            )
+            with_grade(sample, grade, self._grader.name)
             for sample, grade in zip(samples, self._grader.grade_texts(items), strict=True)
         ]
 

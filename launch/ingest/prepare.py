@@ -18,6 +18,7 @@ from ...common.config import Config, EvalSetConfig, SourceConfig, of_set
 from ...common.config.checks.choices import memory_refusal
 from ...common.errors import ConfigError, DataError, TandemError
 from ...common.objectives import WITHOUT_GROUP
+from ...common.plain import one_line
 from ...common.records import ExpertTrace, Problem
 from ...common.run_folder import RunFolder
 from ...replay import archive
@@ -114,7 +115,7 @@ def load_tokenizer(path: str) -> Any:
         raise
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare Exceptions
         raise DataError(
-            f"model.path={path}: its tokenizer can't be read: {' '.join(str(error).split())[:200]}"
+            f"model.path={path}: its tokenizer can't be read: {one_line(error)}"
         ) from None
     if tokenizer.eos_token_id is None:
         raise DataError(
@@ -124,16 +125,14 @@ def load_tokenizer(path: str) -> Any:
     return tokenizer
 
 
-def inputs_digest(config: Config, folder: RunFolder, *, older: bool = False) -> str:
+def inputs_digest(config: Config, folder: RunFolder) -> str:
     """Digest of everything that :func:`prepare` reads; if it is unchanged, Redis holds the result.
 
     Args:
         config: the run's settings.
         folder: the run's folder, to which data paths may be relative.
-        older: as runs of older versions have it, which looked at neither all files of a tokenizer nor templates nor
-            archives. A newer version may read their data otherwise, so that they aren't read anew without need.
     """
-    digest = hashlib.blake2b(b"" if older else b"whole tokenizer", digest_size=16)
+    digest = hashlib.blake2b(b"whole tokenizer", digest_size=16)
     tree = config.model_dump(mode="json")
     # Data are the same whenever a trace enters a group, and older runs lack this setting.
     expert = {name: value for name, value in tree["expert"].items() if name != "when"}
@@ -141,15 +140,15 @@ def inputs_digest(config: Config, folder: RunFolder, *, older: bool = False) -> 
     digest.update(repr((config.rollout.max_new_tokens, config.learner.source)).encode())
     model = check_model(config)
     files: list[Path] = []
-    if config.data.archive is not None and not older:
+    if config.data.archive is not None:
         digest.update(_archive_digest(config.data.archive).encode())
     if model is not None:
-        files += [model / name for name in _OLD_TOKENIZER] if older else _tokenizer_files(model)
+        files += _tokenizer_files(model)
     with data_files(config, folder) as resolve:
         sources: list[SourceConfig | EvalSetConfig] = [*config.data.train, *config.data.evaluate]
         for source in sources:
             files += files_of(resolve(source))
-        files += [] if older else _template_files(config)
+        files += _template_files(config)
         for file in files:
             if file.exists():
                 digest.update(f"{file.name}\n".encode())
@@ -157,15 +156,6 @@ def inputs_digest(config: Config, folder: RunFolder, *, older: bool = False) -> 
                     while chunk := content.read(1 << 20):
                         digest.update(chunk)
     return digest.hexdigest()
-
-
-_OLD_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "tekken.json",
-    "tokenizer_config.json",
-)
 
 
 def _tokenizer_files(model: Path) -> list[Path]:

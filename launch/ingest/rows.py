@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.errors import DataError
+from ...common.plain import one_line
 from ...common.records import ExpertTrace, Problem
 from ...replay.forms import Content, DataRow, RowError, read_rows
 from ...replay.forms.conversation import unused_tools
@@ -375,8 +376,7 @@ class SourceReader:
                     reason = f"prompts with more messages than {template} holds (own holds them)"
                     leave_out(self._config, draft, counts, reason, error)
                     continue
-                said = " ".join(str(error).split())[:200]
-                what = f"the model's chat template refused the prompt: {said}"
+                what = f"the model's chat template refused the prompt: {one_line(error)}"
                 leave_out(self._config, draft, counts, "prompts that the template refuses", what)
             else:
                 kept.append(draft)

@@ -21,6 +21,7 @@ from ...common import prompts
 from ...common.config import Config
 from ...common.config.checks.choices import whole_conversations
 from ...common.errors import ConfigError
+from ...common.plain import one_line
 from ...common.records import Source
 from ...replay.forms import Content, RowError
 from ...replay.forms.row import as_messages, is_learned
@@ -81,8 +82,8 @@ def answers(tokenizer: Any, content: Content, config: Config) -> tuple[Answer, .
             tokenizer, [messages[: place + 1] for place in places], content.tools, opened=False
         )
     except Exception as error:  # noqa: BLE001 - a chat template may raise anything
-        said = " ".join(str(error).split())[:200]
-        raise RowError(COLUMN, said, "is why the chat template refused a row", WAY_OUT) from None
+        why = "is why the chat template refused a row"
+        raise RowError(COLUMN, one_line(error), why, WAY_OUT) from None
     ending = re.compile(f"({'|'.join(map(re.escape, _special(tokenizer)))})\\s*$")
     found = []
     for number, place in enumerate(places):

@@ -120,14 +120,14 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(orthogonalised(update), alpha=-group["lr"] * scale)
 
 
-def orthogonalised(matrix: Tensor, steps: int = 5) -> Tensor:
+def orthogonalised(matrix: Tensor) -> Tensor:
     """[rows, columns] The matrix with all singular values moved to about 1 (Newton-Schulz)."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix / (matrix.norm() + 1e-7)
     tall = x.shape[0] > x.shape[1]
     if tall:
         x = x.T
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if tall else x

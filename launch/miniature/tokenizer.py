@@ -75,11 +75,19 @@ def build() -> PreTrainedTokenizerFast:
 
 
 def save(folder: Path) -> None:
-    """Writes the tokenizer's files so that ``AutoTokenizer`` of transformers 4 and 5 reads them."""
-    build().save_pretrained(folder)
+    """Writes the tokenizer's files; see :func:`write`."""
+    write(build(), folder, 256)
+
+
+def write(tokenizer: PreTrainedTokenizerFast, folder: Path, context: int) -> None:
+    """Writes a tokenizer's files so that ``AutoTokenizer`` of transformers 4 and 5 reads them."""
+    tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     # Version 5 writes the name of an internal class that version 4 does not know.
     settings["tokenizer_class"] = "Qwen2Tokenizer"
-    settings["model_max_length"] = 256
+    settings["model_max_length"] = context
+    # Version 5 reads both names of this list, version 4 only the older one.
+    if extra := settings.pop("extra_special_tokens", None):
+        settings["additional_special_tokens"] = extra
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")

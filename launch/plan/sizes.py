@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError, DataError
-from ...common.models import read_model_config, resolve
+from ...common.models import context_of, read_model_config, resolve
 from ...common.plain import damaged, read_object
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape | None:
                 tree.get("tie_word_embeddings", config.get("tie_word_embeddings", kind in _TIED))
             ),
             qkv_bias=bool(tree.get("attention_bias", tree.get("qkv_bias", kind in _BIASED))),
-            context=tree.get("max_position_embeddings"),
+            context=context_of(config),
             source="config.json",
         )
     except (KeyError, TypeError, ValueError):
@@ -329,15 +329,19 @@ def trained(config: Config, shape: ModelShape) -> int:
 
 
 def too_long(config: Config, shape: ModelShape | None) -> str | None:
-    """Why prompts and responses don't fit into the model's context; None if they do."""
-    if shape is None or shape.context is None:
-        return None
+    """Why prompts and responses don't fit into the model's context; None if they do, or if it isn't known."""
+    return None if shape is None else over_context(config, shape.context, "the model's")
+
+
+def over_context(config: Config, context: int | None, whose: str) -> str | None:
+    """As :func:`too_long`, for a context of this many tokens."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest <= shape.context:
+    if context is None or longest <= context:
         return None
     return (
-        f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is over the model's context "
-        f"of {shape.context} tokens: lower one of them"
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
+        f"rollout.max_new_tokens={config.rollout.max_new_tokens} together are over "
+        f"{whose} context of {context} tokens: lower one of them"
     )
 
 

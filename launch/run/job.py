@@ -221,10 +221,7 @@ class Job:
 
         self._digest = inputs_digest(self._config, self._folder)
         before = self._record.get("ingest") or {}
-        known = before.get("inputs")
-        if known == self._digest or (
-            known and known == inputs_digest(self._config, self._folder, older=True)
-        ):
+        if before.get("inputs") == self._digest:
             return None
         self._ingest = IngestProcess(self._config, self._folder, self._say)
         found = self._ingest.prepare()

@@ -53,20 +53,18 @@ class Sent:
         content = read_object(data, str(path), DataError, way_out)
         kept = unsealed(content, str(path), DataError, way_out)
         evaluations = kept.get("evaluations")
-        # A file of an earlier version doesn't say it.
-        applied = kept.get("applied", True)
         if not (
             fits(kept.get("rows"), int)
             and fits(kept.get("step"), int)
-            and fits(applied, bool)
+            and fits(kept.get("applied"), bool)
             and isinstance(evaluations, list)
             and all(isinstance(one, str) for one in evaluations)
         ):
-            raise damaged(str(path), "lacks rows, step or evaluations", DataError, way_out)
+            raise damaged(str(path), "lacks rows, step, applied or evaluations", DataError, way_out)
         return cls(
             rows=kept["rows"],
             step=kept["step"],
-            applied=applied,
+            applied=kept["applied"],
             evaluations=set(evaluations),
         )
 

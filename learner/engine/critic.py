@@ -22,7 +22,6 @@ from ..forward.value import ValueModel
 from ..forward.verification import longest_row
 from ..losses.finite import NonFiniteError
 from ..objectives import Objective, Ppo
-from ..resume import former
 from ..resume.partitions import load_state, save_state
 from ..resume.state_files import CRITIC
 from ..rows.microbatch import MicroBatch, laid_out
@@ -171,9 +170,6 @@ class CriticEngine:
         Raises:
             DataError: it can't be read, or the checkpoint has no critic.
         """
-        if former.is_former(folder):
-            former.load_former(self._engine, folder, former.CRITIC)
-            return
         if not (folder / CRITIC).is_dir():
             raise DataError(f"the checkpoint {folder} holds no critic")
         load_state(self._engine, list(self.model.named_parameters()), folder / CRITIC)

@@ -432,8 +432,7 @@ class DeepSpeedEngine:
             DataError: it can't be read, or isn't of this model.
         """
         if former.is_former(folder):
-            restore = self.adapters.load if self.adapters else former.restore_policy
-            kept = former.load_former(self._engine, folder, former.POLICY, restore)
+            kept = former.load_former(self._engine, folder)
             state = kept.get(f"rng_{self.rank}") or {}
             set_random({name.removesuffix("_rng"): one for name, one in state.items()}, self.device)
             coefficients = dict(kept.get("coefficients") or {})

@@ -9,9 +9,8 @@ values would be summed by atomic additions, in another order each time.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -76,10 +75,6 @@ def _by_kernel(
     scaling: float | None,
 ) -> Tensor:
     """Causal attention of each row by a kernel with the interface of torch's: ``[1, F, heads, d]``."""
-    grouped: dict[str, Any] = {"enable_gqa": True}
-    if not _knows_groups(kernel):
-        grouped, times = {}, query.shape[1] // key.shape[1]
-        key, value = repeated(key, times), repeated(value, times)
     longest = max(layout.lengths)
     line: Tensor = kernel(
         *(part.squeeze(0).transpose(0, 1) for part in (query, key, value)),
@@ -90,15 +85,9 @@ def _by_kernel(
         scale=scaling,
         # The kernel counts the tokens before a token; (-1, 0) is its plain causal attention.
         window_size=(window - 1, 0) if window and longest > window else (-1, 0),
-        **grouped,
+        enable_gqa=True,
     )
     return line[None]
-
-
-@cache
-def _knows_groups(kernel: Callable[..., Any]) -> bool:
-    """Whether the kernel takes fewer heads of keys than of queries; before torch 2.13 it doesn't say so."""
-    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _by_row(

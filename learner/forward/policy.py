@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed import DistError
 from torch.nn import functional as F
 
-from ...common.agreement import BOUNDS, Difference, Probe, one_line
+from ...common.agreement import BOUNDS, Difference, Probe
 from ...common.errors import ConfigError
 from ...common.memory import is_out_of_memory
+from ...common.plain import one_line
 from ..rows.microbatch import Layout, LayoutName, MicroBatch
 from . import fused, layouts
 from .divergence import Lesson, token_divergence
@@ -183,7 +184,7 @@ class Policy(nn.Module):
         try:
             put_back = fused.fuse(self.model)
         except (ImportError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            return f"Liger's can't be put into this model: {one_line(error)}"
+            return f"Liger's can't be put into this model: {one_line(error, kind=True)}"
         try:
             found = difference(probe, self.score, "padded")
             fault = _beyond(found, plain, probe, "transformers' operations")
@@ -191,7 +192,7 @@ class Policy(nn.Module):
             put_back()
             if is_out_of_memory(error):
                 raise
-            return f"Liger's fail in this model: {one_line(error)}"
+            return f"Liger's fail in this model: {one_line(error, kind=True)}"
         if fault is not None:
             put_back()
         return fault
@@ -234,7 +235,7 @@ class Policy(nn.Module):
             # An ImportError is that of a torch without the kernel.
             if is_out_of_memory(error):
                 raise
-            return one_line(error)
+            return one_line(error, kind=True)
         return _beyond(found, padded, probe, "padded rows")
 
     def require_own(self, probe: Probe, forward: Any = None, whose: str = "the learner's") -> None:
@@ -261,7 +262,7 @@ class Policy(nn.Module):
             if is_out_of_memory(error) or isinstance(error, DistError):
                 raise
             raise ConfigError(
-                f"{probe.model}: {whose} log-probs can't be computed: {one_line(error)}: use "
+                f"{probe.model}: {whose} log-probs can't be computed: {one_line(error, kind=True)}: use "
                 f"another model"
             ) from error
         attention = layouts.named(self.model.config._attn_implementation)

@@ -61,7 +61,6 @@ class Best:
         found = best_of(self._folder)
         if found is not None and is_by(found, self._metric):
             self._score = self._sign * float(found["value"])
-            # Earlier versions didn't write of how many problems it was.
             self._problems = found.get("problems")
         for record in read_parts(self._metrics, log.warning):
             if record.get("step") == step:
@@ -135,8 +134,4 @@ def best_of(folder: Path) -> dict[str, Any] | None:
 def is_by(found: Mapping[str, Any], metric: str) -> bool:
     """Whether a best model, see :func:`best_of`, was chosen by this figure (as in ``evaluate.best``)."""
     smallest = metric.startswith("-")
-    # Earlier versions didn't write which end is the best one.
-    return (found.get("metric"), found.get("smallest", smallest)) == (
-        metric.removeprefix("-"),
-        smallest,
-    )
+    return (found.get("metric"), found.get("smallest")) == (metric.removeprefix("-"), smallest)

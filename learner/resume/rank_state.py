@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...common.errors import DataError
+from ...common.plain import one_line
 
 NUMBERS = "numbers"
 """Key of the file's metadata."""
@@ -41,7 +42,7 @@ def load_rank(folder: Path, rank: int, device: torch.device) -> dict[str, float]
             if known:
                 set_random({key: file.get_tensor(key) for key in file.keys()}, device)  # noqa: SIM118
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise DataError(f"{path} can't be read: {' '.join(str(error).split())[:300]}") from None
+        raise DataError(f"{path} can't be read: {one_line(error, 300)}") from None
     return numbers
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...common.errors import DataError
-from ...common.plain import Count, Record, read_object, read_record
+from ...common.plain import Count, Record, one_line, read_object, read_record
 
 POLICY, CRITIC = "policy", "critic"
 """Folders of a checkpoint."""
@@ -196,4 +196,4 @@ class StateFiles:
             stored.pieces.append((piece.start, count, file))
 
     def _unreadable(self, error: Exception) -> DataError:
-        return DataError(f"{self._folder} can't be read: {' '.join(str(error).split())[:300]}")
+        return DataError(f"{self._folder} can't be read: {one_line(error, 300)}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,56 @@ class _Update:
         return [micro for micro in self.micro_batches if not micro.dummy]
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Guard:
+    """Looks at the updates of one step, each before a parameter changes, and may prevent it."""
+
+    ratio_check: RatioCheck
+    stop_kl: float | None
+    """``learner.stop_kl``."""
+    settled: bool
+    """Whether the step was made before, so that an alarm changes nothing."""
+    device: torch.device
+    looked: bool = False
+    """Whether an update was looked at."""
+    ratios: dict[str, float] = field(default_factory=dict)
+    """Figures of the ratio check."""
+    refused: bool = False
+    """Whether the ratio check prevents the step."""
+    stopped: bool = False
+    """Whether the policy has gone farther than ``stop_kl``, so that this update and those after it are left out."""
+    kl: float = 0.0
+    """KL from the step's start to the weights before the last update that was looked at, in nats a token."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether the next update has to be looked at."""
+        return not self.looked or self.stop_kl is not None
+
+    def look(
+        self, update: _Update, scored: Sequence[Tensor] | None, logprobs: Sequence[Tensor]
+    ) -> bool:
+        """Whether an update may be made; every rank comes to the same answer.
+
+        Args:
+            update: this rank's share.
+            scored: ``[N]`` log-probs of each real micro-batch without dropout; None = ``logprobs`` are.
+            logprobs: those of the training pass.
+        """
+        rows = [micro.to(self.device).rows for micro in update.real]
+        if scored is not None:
+            logprobs = scored
+        first, self.looked = not self.looked, True
+        # Sampled log-probs are checked once per step, while the weights are those of its start.
+        if first:
+            self.ratios, self.refused = self.ratio_check.look(rows, logprobs, settled=self.settled)
+        if self.stop_kl is not None:
+            self.kl = _kl_from_start(rows, logprobs)
+            # Before the first update only rounding lies between the two passes of the same weights.
+            self.stopped = not first and self.kl > self.stop_kl
+        return not (self.refused or self.stopped)
+
+
 class Updates:
     """Trains one step at a time, on every rank.
 
@@ -136,81 +187,61 @@ class Updates:
         rows, measured = self._filled(step, groups)
         critic = self.config.learner.critic
         critic_alone = critic is not None and step <= critic.warmup_steps
+        guard = _Guard(
+            ratio_check=self.ratio_check,
+            stop_kl=self._stop_kl,
+            settled=settled,
+            device=self.engine.device,
+        )
         found: list[dict[str, float]] = []
-        # Sampled log-probs are checked once per step, while the weights are those of its start.
-        ratios: dict[str, float] = {}
-        looked = refused = stopped = changed = False
-        gone = 0.0
         in_first_pass = passes = made = 0
-
-        def inspect(logprobs: Sequence[Tensor]) -> bool:
-            nonlocal looked, refused, stopped, gone
-            there = [micro.to(self.engine.device).rows for micro in update.real]
-            if sampled is not None:
-                logprobs = sampled
-            if not looked:
-                looked = True
-                figures, refused = self.ratio_check.look(there, logprobs, settled=settled)
-                ratios.update(figures)
-            if self._stop_kl is not None:
-                gone = _kl_from_start(there, logprobs)
-                # Before the first update only rounding lies between the two passes of the same weights.
-                stopped = changed and gone > self._stop_kl
-            return not (refused or stopped)
-
-        for number, updates in self._passes(step, rows, measured):
-            for update in updates:
-                scalars = self._scalars(update)
-                if not update.active:
-                    # Nothing can move the gradient, so there is no pass and no step of the optimizer either.
-                    found.append(
-                        {"applied": 1.0, "rows": float(update.rows.count), "rows_active": 0.0}
-                    )
-                    continue
-                looks = not looked or self._stop_kl is not None
-                sampled = self._without_dropout(update) if looks else None
-                self.engine.seed_dropout(step, made)
-                made += 1
-                result = self.engine.update(
-                    update.micro_batches,
-                    self.objective,
-                    scalars,
-                    lr=lr,
-                    critic_lr=lr if critic_lr is None else critic_lr,
-                    critic_alone=critic_alone,
-                    before_step=before_step,
-                    inspect=inspect if looks else None,
-                    teach=None if self.teacher is None else self.teacher.lesson,
-                )
-                before_step = None
-                if stopped:
-                    break
-                found.append(self._metrics(update, result, scalars))
-                if not result.applied:
-                    return StepOutcome(
-                        applied=False,
-                        undone=changed,
-                        refused=refused,
-                        metrics=_named(found[-1:], 1, lr) | ratios,
-                    )
-                changed = True
-                passes = number + 1
-                # While the policy stays as it is, they can't bring what they follow to its target.
-                if not critic_alone:
-                    self.coefficients.follow(found[-1])
-            if stopped:
-                break
-            if not number:
+        for number, update in self._passes(step, rows, measured):
+            if number and not in_first_pass:
                 in_first_pass = len(found)
-        if changed and not critic_alone:
+            scalars = self._scalars(update)
+            if not update.active:
+                # Nothing can move the gradient, so there is no pass and no step of the optimizer either.
+                found.append({"applied": 1.0, "rows": float(update.rows.count), "rows_active": 0.0})
+                continue
+            looks = guard.looks
+            sampled = self._without_dropout(update) if looks else None
+            self.engine.seed_dropout(step, made)
+            made += 1
+            result = self.engine.update(
+                update.micro_batches,
+                self.objective,
+                scalars,
+                lr=lr,
+                critic_lr=lr if critic_lr is None else critic_lr,
+                critic_alone=critic_alone,
+                before_step=before_step,
+                inspect=partial(guard.look, update, sampled) if looks else None,
+                teach=None if self.teacher is None else self.teacher.lesson,
+            )
+            before_step = None
+            if guard.stopped:
+                break
+            found.append(self._metrics(update, result, scalars))
+            if not result.applied:
+                return StepOutcome(
+                    applied=False,
+                    undone=passes > 0,
+                    refused=guard.refused,
+                    metrics=_named(found[-1:], 1, lr) | guard.ratios,
+                )
+            passes = number + 1
+            # While the policy stays as it is, they can't bring what they follow to its target.
+            if not critic_alone:
+                self.coefficients.follow(found[-1])
+        if passes and not critic_alone:
             self.coefficients.follow_step(measured)
         if before_step is not None:
             before_step()
-        metrics = _named(found, in_first_pass or len(found), lr) | ratios
+        metrics = _named(found, in_first_pass or len(found), lr) | guard.ratios
         if self.config.learner.update_epochs > 1:
             metrics["train/update_epochs"] = float(passes)
         if self._stop_kl is not None:
-            metrics |= {"train/kl_stop": float(stopped), "train/kl_start": gone}
+            metrics |= {"train/kl_stop": float(guard.stopped), "train/kl_start": guard.kl}
         return StepOutcome(applied=True, undone=False, metrics=metrics)
 
     def _filled(
@@ -296,9 +327,10 @@ class Updates:
 
     def _passes(
         self, step: int, rows: Rows, measured: Mapping[str, float]
-    ) -> Iterator[tuple[int, list[_Update]]]:
-        """Number, from 0, and mini-batches of each pass over a step's rows.
+    ) -> Iterator[tuple[int, _Update]]:
+        """The mini-batches of all passes over a step's rows, each with the number of its pass, from 0.
 
+        Those of one pass are prepared together, by the weights before the first of them.
         The first pass takes the groups in their order, each further one in an order of its own, which
         depends on the run's seed, the step and the pass alone. Whatever a later pass needs of the step's
         first weights is in the rows already.
@@ -310,7 +342,8 @@ class Updates:
                 generator = keyed_generator("update epoch", self.config.run.seed, step, number)
                 order = generator.permutation(rows.groups)
             shares = np.array_split(order, size)
-            yield number, [self._prepare(step, rows, np.sort(share), measured) for share in shares]
+            updates = [self._prepare(step, rows, np.sort(share), measured) for share in shares]
+            yield from ((number, update) for update in updates)
 
     def _prepare(
         self, step: int, rows: Rows, share: np.ndarray, measured: Mapping[str, float]

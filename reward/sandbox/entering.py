@@ -140,7 +140,7 @@ def _build_root() -> None:
     _mount("box", "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={MEMORY_DISK},mode=755")
     os.makedirs("/tmp/old")
     os.makedirs(f"/tmp/new{HOME}")
-    _pivot("/tmp", "/tmp/old")
+    _pivot()
     os.chdir("/")
     for path, place in paths.items():
         _bind(place, path)
@@ -152,12 +152,13 @@ def _build_root() -> None:
     os.chdir(HOME)
 
 
-def _pivot(root: str, old: str) -> None:
+def _pivot() -> None:
+    """Makes /tmp the root, under which the old one is /old."""
     numbers = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "ppc64le": 203, "s390x": 217}
     number = numbers.get(os.uname().machine)
     if number is None:
         raise OSError(f"pivot_root has no known number on {os.uname().machine}")
-    _call("syscall", ctypes.c_long(number), root.encode(), old.encode())
+    _call("syscall", ctypes.c_long(number), b"/tmp", b"/tmp/old")
 
 
 def _bind(place: str, path: str) -> None:

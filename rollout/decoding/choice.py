@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...common.agreement import Difference, Probe, ProbeRow, Scores, one_line
+from ...common.agreement import Difference, Probe, ProbeRow, Scores
 from ...common.errors import ConfigError
 from ...common.memory import is_out_of_memory
+from ...common.plain import one_line
 from .decoder import Decoder, DirectDecoder, KeyValues, layer_kinds, why_not_direct
 from .generic_decoder import WAYS, GenericDecoder
 
@@ -161,7 +162,7 @@ def _generic(model: Any, probe: Probe) -> GenericDecoder:
         assert failure is not None
         raise ConfigError(
             f"the torch engine can't run model type {model.config.model_type!r}: "
-            f"{one_line(failure)}: use rollout.engine=vllm"
+            f"{one_line(failure, kind=True)}: use rollout.engine=vllm"
         ) from failure
     probe.require(least, "the torch engine's", "use rollout.engine=vllm")
     raise AssertionError("within its bound after all")

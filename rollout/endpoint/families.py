@@ -14,6 +14,7 @@ from typing import Any
 
 from ...common.config.environments import RENDERERS
 from ...common.errors import ConfigError
+from ...common.plain import one_line
 from .tools import Call, Parsed, can_be_sent
 
 OK, NO_SUCH_TOOL = "ok", "unknown_tool"
@@ -110,10 +111,9 @@ def family_of(tokenizer: Any, tools: str) -> FamilyParser | None:
         opener = tokenizer.convert_tokens_to_ids("<|start|>") if name == "gpt-oss" else None
         return FamilyParser(create_renderer(tokenizer, config), opener)
     except Exception as error:  # noqa: BLE001 - it asserts what a tokenizer has
-        line = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"environments.tools={tools}: the family {name} of renderers doesn't fit this model's tokenizer "
-            f"({line}): name another one, or set hermes, llama or json"
+            f"({one_line(error)}): name another one, or set hermes, llama or json"
         ) from None
 
 

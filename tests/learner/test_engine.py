@@ -333,41 +333,37 @@ def test_after_a_load_the_next_updates_are_the_same_to_the_bit(
 
 
 def with_second_head(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
-    """Tandem 0.1.0, which had no adapters, kept the output matrix under a second name, too."""
+    """Tandem 0.1.0 kept the output matrix under a second name, too."""
     state[f"{prefix}head.weight"] = state[f"{prefix}model.lm_head.weight"]
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (3, "bfloat16")])
 def test_a_checkpoint_of_deepspeeds_own_form_still_goes_on_to_the_bit(
     stage: int,
     dtype: str,
-    lora: dict[str, Any] | None,
     engines: Any,
     made_up: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Earlier versions wrote it, in exactly this way."""
+    """Tandem 0.1.0 wrote it, in exactly this way."""
     monkeypatch.setattr(
         "tandem.learner.engine.deepspeed_engine.stage_of", lambda config, ranks: stage
     )
     objective = make("luffy")
     micros, scalars = micro_batches(made_up.random_rows(), objective)
-    engine = engines(stage, dtype=dtype, lora=lora)
+    engine = engines(stage, dtype=dtype)
     engine.update(micros, objective, scalars, lr=1e-3)
     random = {"torch_rng": torch.get_rng_state()}
-    if lora is None:
-        engine.policy.register_state_dict_post_hook(with_second_head)
+    engine.policy.register_state_dict_post_hook(with_second_head)
     engine._engine.save_checkpoint(
         str(tmp_path),
         tag="engine",
         client_state={"rng_0": random, "coefficients": {"entropy": 0.5}},
         save_latest=False,
-        exclude_frozen_parameters=lora is not None,
     )
     expected = [engine.update(micros, objective, scalars, lr=1e-3).loss for _ in range(2)]
-    other = engines(stage, dtype=dtype, lora=lora)
+    other = engines(stage, dtype=dtype)
     torch.manual_seed(7)
     assert other.load(tmp_path) == {"entropy": 0.5}
     assert torch.equal(torch.get_rng_state(), random["torch_rng"])
@@ -376,7 +372,7 @@ def test_a_checkpoint_of_deepspeeds_own_form_still_goes_on_to_the_bit(
         "tandem.learner.engine.deepspeed_engine.stage_of", lambda *_: 1 if stage == 3 else 3
     )
     with pytest.raises(DataError, match=r"earlier version .* same learner.ranks and learner.zero_"):
-        engines(dtype=dtype, lora=lora).load(tmp_path)
+        engines(dtype=dtype).load(tmp_path)
 
 
 def test_bf16_training_keeps_float32_master_weights(engines: Any, made_up: ModuleType) -> None:

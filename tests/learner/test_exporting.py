@@ -559,10 +559,6 @@ def test_a_model_that_was_best_by_another_figure_gives_way(kept: Make) -> None:
     # The greatest is another figure than the smallest.
     assert kept_by("held/length") == [run.folder.best]
     assert kept_by("-held/length") == [run.folder.best]
-    # An earlier version wrote no direction.
-    score = run.folder.best / "best.json"
-    score.write_text(json.dumps({"step": 1, "metric": "held/length", "value": 40.0}))
-    assert kept_by("-held/length") == []
 
 
 def test_a_kept_step_that_was_better_before_the_setting_is_taken(kept: Make) -> None:

@@ -115,10 +115,10 @@ def test_each_pass_has_an_order_of_its_own_and_the_first_keeps_the_batchs(
         rows, measured = updates._filled(step, groups)
         # Rewards say which group a row is of.
         rows = rows.with_columns(rewards=rows.group.double())
-        return [
-            [sorted({int(reward) for reward in update.rows.rewards}) for update in made]
-            for _, made in updates._passes(step, rows, measured)
-        ]
+        found: list[list[list[int]]] = [[] for _ in range(4)]
+        for number, update in updates._passes(step, rows, measured):
+            found[number].append(sorted({int(reward) for reward in update.rows.rewards}))
+        return found
 
     first = orders(1)
     assert first[0] == [[0, 1], [2, 3]]

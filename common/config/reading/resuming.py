@@ -113,12 +113,12 @@ def frozen_differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {key: values for key, values in differences(old, new).items() if not _may_change(key)}
 
 
-def frozen_digest(config: Config, section: str) -> str:
-    """Tells a section from one with other settings of those that a resumed run may not change.
+def reward_digest(config: Config) -> str:
+    """Tells the section ``reward`` from one with other settings of those that a resumed run may not change.
 
     Settings at their defaults are left out, since later versions have more of them.
     """
-    tree = config.model_dump(mode="json", include={section}, exclude_defaults=True)
+    tree = config.model_dump(mode="json", include={"reward"}, exclude_defaults=True)
     told = {key: value for key, value in leaves(tree).items() if not _may_change(key)}
     return xxhash.xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())
 

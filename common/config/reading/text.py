@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from ...errors import ConfigError
+from ...plain import one_line
 from ...printable import printable
 
 _FLOAT = "tag:yaml.org,2002:float"
@@ -76,8 +77,7 @@ def parse_yaml(text: str, what: str) -> Any:
     try:
         tree = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        line = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{what} can't be read as YAML: {line}") from None
+        raise ConfigError(f"{what} can't be read as YAML: {one_line(error)}") from None
     return copied(tree)
 
 

@@ -9,9 +9,10 @@ and their parameters in place of a page of instructions and JSON schemas.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ..tokenizer import write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -130,13 +131,5 @@ def build() -> PreTrainedTokenizerFast:
 
 
 def save(folder: Path) -> None:
-    """Writes the tokenizer's files so that ``AutoTokenizer`` of transformers 4 and 5 reads them."""
-    build().save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    # Version 5 writes the name of an internal class that version 4 does not know.
-    settings["tokenizer_class"] = "Qwen2Tokenizer"
-    settings["model_max_length"] = CONTEXT
-    # Version 5 reads both names of this list, version 4 only the older one.
-    settings["additional_special_tokens"] = settings.pop("extra_special_tokens", [BEGIN])
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    """Writes the tokenizer's files; see :func:`~..tokenizer.write`."""
+    write(build(), folder, CONTEXT)

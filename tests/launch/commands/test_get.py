@@ -211,7 +211,7 @@ def test_a_name_on_the_hub_stands_for_a_file(
 CACHED = """
 import sys
 from tandem.common import hub
-print(hub.cached_data(sys.argv[1], tell=lambda text: print(text, flush=True)))
+print(hub.cached_data(sys.argv[1]))
 """
 
 
@@ -224,10 +224,12 @@ def test_of_two_processes_that_want_a_data_set_one_fetches_it_at_a_time(
     command = [sys.executable, "-c", CACHED, "org/set"]
     first = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     assert standin.stalled.wait(60)
-    second = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    second = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
-        assert second.stdout is not None
-        assert second.stdout.readline() == "waiting for another process that fetches org/set\n"
+        assert second.stderr is not None
+        assert second.stderr.readline() == "waiting for another process that fetches org/set\n"
         first.kill()
         # What the first has got is taken over.
         folder = Path(second.communicate(timeout=60)[0].splitlines()[-1])

@@ -248,17 +248,15 @@ def test_what_was_read_is_known_again_by_its_bytes(made: Path) -> None:
 
 @pytest.mark.parametrize("key", ["data.template", "data.evaluate.0.template"])
 def test_a_template_is_known_again_by_its_text(made: Path, here: Path, key: str) -> None:
-    def digest(*, older: bool = False) -> str:
+    def digest() -> str:
         config = load("miniature").resolve([*PLAIN, f"{key}=t.txt"])
-        return ingest.inputs_digest(config, RunFolder("runs/x"), older=older)
+        return ingest.inputs_digest(config, RunFolder("runs/x"))
 
     (here / "t.txt").write_text("7-{question}")
-    before, in_older = digest(), digest(older=True)
+    before = digest()
     assert digest() == before
     (here / "t.txt").write_text("8-{question}")
     assert digest() != before
-    # A run that an older version began goes on with the digest that it has.
-    assert digest(older=True) == in_older
 
 
 def test_the_miniature_is_read_before_its_folder_exists(here: Path) -> None:
@@ -689,16 +687,14 @@ def test_no_expert_trace_where_the_preset_wants_some(made: Path, here: Path, cap
 )
 @pytest.mark.usefixtures("made")
 def test_what_prompts_are_rendered_by_is_known_again_by_its_bytes(name: str, model: Path) -> None:
-    def digest(*, older: bool = False) -> str:
+    def digest() -> str:
         config = load("miniature").resolve([*PLAIN, "model.path=model"])
-        return ingest.inputs_digest(config, RunFolder("runs/x"), older=older)
+        return ingest.inputs_digest(config, RunFolder("runs/x"))
 
-    before, old = digest(), digest(older=True)
+    before = digest()
     (model / name).parent.mkdir(exist_ok=True)
     (model / name).write_text("{}")
-    assert len({before, old, digest()}) == 3
-    # A run of an older version goes on without reading its data anew.
-    assert digest(older=True) == old
+    assert digest() != before
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -189,7 +189,7 @@ def test_nor_does_it_under_flex_attention(window: int | None, made_up: ModuleTyp
     assert apart(expected, found)[0] <= BOUND
 
 
-def plain_kernel(
+def torch_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -200,9 +200,12 @@ def plain_kernel(
     *,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """What torch's kernel computes, with its interface of torch 2.11: ``[F, heads, d]`` each."""
-    assert query.shape[1] == key.shape[1] == value.shape[1]
+    """What torch's kernel computes, with its interface: ``[F, heads, d]`` each, of which some may share keys."""
+    assert enable_gqa
+    times = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(times, 1) for part in (key, value))
     assert ends_q.dtype == ends_k.dtype == torch.int32
     assert torch.equal(ends_q, ends_k)
     assert most_q == most_k == int(ends_q.diff().max())
@@ -221,21 +224,6 @@ def plain_kernel(
     return torch.cat(found)
 
 
-def grouped_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *rest: Any,
-    enable_gqa: bool = False,
-    **others: Any,
-) -> torch.Tensor:
-    """The same with that of torch 2.13, in which heads may share keys."""
-    assert enable_gqa
-    times = query.shape[1] // key.shape[1]
-    key, value = (part.repeat_interleave(times, 1) for part in (key, value))
-    return plain_kernel(query, key, value, *rest, **others)
-
-
 def test_a_kernel_is_called_so_that_it_computes_each_row_alone() -> None:
     lengths = (3, 1, 8)
     ends = torch.tensor([0, 3, 4, 12], dtype=torch.int32)
@@ -245,9 +233,8 @@ def test_a_kernel_is_called_so_that_it_computes_each_row_alone() -> None:
     for window in (None, 4, 20):
         for scaling in (None, 0.3):
             expected = packed._by_row(query, key, value, layout, window, scaling)
-            for kernel in (plain_kernel, grouped_kernel):
-                found = packed._by_kernel(kernel, query, key, value, layout, window, scaling)
-                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            found = packed._by_kernel(torch_kernel, query, key, value, layout, window, scaling)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def flash_kernel(
@@ -270,7 +257,7 @@ def flash_kernel(
     assert dropout_p == softcap == 0
     rest = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     window = (window_size[0], 0)
-    return grouped_kernel(q, k, v, *rest, enable_gqa=True, scale=softmax_scale, window_size=window)
+    return torch_kernel(q, k, v, *rest, enable_gqa=True, scale=softmax_scale, window_size=window)
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -223,6 +223,8 @@ def test_modes_of_projects_that_grade_cut_responses_do_so_too(mode: str, text: s
         ("choice", "We look at A and at B.\n\n(C)", "C"),
         ("choice", "<answer>B</answer>", "B"),
         ("choice", "The answer is not B", None),
+        ("choice", "The answer is A? No: the answer is C.", "C"),
+        ("choice", "A", "A"),
         # What the option says is no other option.
         ("choice", "The answer is B, 4.", "B"),
         ("mmlu", "The answer is (D), 7 apples", "D"),
