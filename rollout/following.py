@@ -148,7 +148,8 @@ class Following:
             before = self._spoiled
             found = await work()
             # It may have been done with weights whose check isn't over.
-            await self._check.settled(version=self._check.unchecked)
+            if (unchecked := self._check.unchecked) is not None:
+                await self._check.settled(versions=[unchecked])
             if self._spoiled == before:
                 return found
 

@@ -11,29 +11,23 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-from msgspec.structs import asdict
-
-from ...common import hub
 from ...common.errors import ConfigError
-from ...common.printable import printable
 from ...common.run_folder import RunFolder, existing, write_atomic
 from ..progress import Progress
 from ..wording import shown
 from .options import in_own_dtype, model_settings, output_file
 
 if TYPE_CHECKING:
-    from ...common.config import Config, EvalSetConfig, EvaluateConfig
-    from ...common.records import Problem
-    from ...replay.evaluating.evaluated import Plan
+    from ...common.config import Config, EvalSetConfig
+    from ...replay.evaluating.evaluated import Cell, EvaluatedSample
     from ...rollout.evaluate.elsewhere import Elsewhere
     from ...rollout.evaluate.evaluation import Evaluation
-    from ..evaluation.plan import Asked
+    from ..evaluation.asked import Asked
 
 _SAMPLING = {
     "temperature": (float, "0 takes the most likely token"),
@@ -208,7 +202,7 @@ def _refuse_idle(arguments: argparse.Namespace) -> None:
 def _cells(arguments: argparse.Namespace) -> int:
     from ...replay.evaluating.evaluated import EvaluationFolder
     from ...replay.inspecting.rows import evaluation_logs
-    from ..evaluation.plan import prepare, same_models
+    from ..evaluation.plan import note_greedy, prepare, same_models, short_name
     from ..evaluation.report import summarise, table
     from ..evaluation.run import Workers, add_times, begin, finish, gpus_of, left, owned, work
     from ..host.environments import check_environments
@@ -224,7 +218,7 @@ def _cells(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
     exports = Path(arguments.exports or Path(arguments.to or OUT) / "models").expanduser()
     with prepare(asked, config, exports, run_folder) as prepared:
-        place = Path(arguments.to).expanduser() if arguments.to else OUT / _short(prepared.plan)
+        place = Path(arguments.to).expanduser() if arguments.to else OUT / short_name(prepared.plan)
         folder = EvaluationFolder(place)
         sampler = partial(_sampler, arguments) if arguments.endpoint else None
         if arguments.worker:
@@ -232,10 +226,7 @@ def _cells(arguments: argparse.Namespace) -> int:
             number, _, count = arguments.worker.partition("/")
             work(prepared, folder, worker=(int(number), int(count)), sampler=sampler)
             return 0
-        _note_greedy(
-            (held_out.name, own.evaluate, prepared.benchmark(name).problems)
-            for name, (_, own, held_out) in prepared.cells.items()
-        )
+        note_greedy(prepared)
         with owned(place):
             begin(folder, prepared.plan)
             total, done = left(folder, prepared)
@@ -296,7 +287,7 @@ def _print(
 def _read_plan(arguments: argparse.Namespace) -> None:
     """Adds the models, benchmarks and settings of the YAML to what the options name; ``by_plan`` is the rest."""
     from ...common.config import read_yaml
-    from ..evaluation.plan import SEVERAL, from_yaml
+    from ..evaluation.asked import SEVERAL, from_yaml
 
     lists = from_yaml(read_yaml(Path(arguments.plan).expanduser()), arguments.plan)
     arguments.model = [*(arguments.model or ()), *map(str, lists["models"])]
@@ -307,23 +298,8 @@ def _read_plan(arguments: argparse.Namespace) -> None:
     arguments.words = [*lists["settings"], *arguments.words]
 
 
-def _sets(arguments: argparse.Namespace, config: Config) -> list[EvalSetConfig]:
-    """The run's held-out sets that are named, in the run's order; all of them where none is.
-
-    Raises:
-        ConfigError: the run has no such set, or none at all.
-    """
-    sets = {one.name: one for one in config.data.evaluate}
-    if not sets:
-        raise ConfigError("the run has no held-out set: name problems with --data FILE")
-    for name in arguments.set or ():
-        if name not in sets:
-            raise ConfigError(f"--set {name}: the run has {', '.join(sets)}")
-    return [sets[name] for name in dict.fromkeys(arguments.set or sets)]
-
-
 def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | None) -> Asked:
-    from ..evaluation.plan import SEVERAL, Asked, benchmark, distinct, ways
+    from ..evaluation.asked import SEVERAL, Asked, benchmark, distinct, sets_of, ways
 
     models = list(arguments.model or ())
     if not models and folder is not None:
@@ -341,7 +317,7 @@ def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | No
             raise ConfigError(
                 "name the problems with --benchmark NAME or --data FILE, or a run with --run DIR"
             )
-        sets = _sets(arguments, config)
+        sets = sets_of(config, arguments.set)
         # A plan stands above what the run says of its own sets, as it stands above the run's other settings.
         values = {key: [*own, *otherwise.get(key, ())] for key, own in values.items()}
     return Asked(
@@ -351,15 +327,6 @@ def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | No
         token_ids=arguments.token_ids,
         endpoint=arguments.endpoint,
     )
-
-
-def _short(plan: Plan) -> str:
-    """A folder's name that is the same for the same plan."""
-    digest = xxhash.xxh3_64(json.dumps(asdict(plan), default=asdict, sort_keys=True).encode())
-    first = plan.cells[0]
-    from ..evaluation.plan import slug
-
-    return f"{slug(first.model)}.{slug(first.benchmark)}-{digest.hexdigest()[:8]}"
 
 
 def _again(arguments: argparse.Namespace) -> list[str]:
@@ -395,33 +362,6 @@ def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:
     )
 
 
-def _note_greedy(asked: Iterable[tuple[str, EvaluateConfig, Sequence[Problem]]]) -> None:
-    """Says what changes nothing, since a set is answered with the most likely tokens alone.
-
-    Args:
-        asked: of each cell the set's name, its sampling and its problems.
-    """
-    from ...common.records import REPEATS
-
-    asked = list(asked)
-    sampled = {name for name, sampling, _ in asked if sampling.temperature > 0}
-    idle: dict[str, None] = {}
-    for name, sampling, problems in asked:
-        if name in sampled:
-            continue
-        if sampling.top_p < 1:
-            idle[f"{name}: top_p={sampling.top_p:g}"] = None
-        if sampling.samples > 1:
-            idle[f"{name}: samples={sampling.samples}"] = None
-        if any(problem.extra.get(REPEATS, 1) > 1 for problem in problems):
-            idle[f"{name}: the repetition of its rows"] = None
-    for what in idle:
-        print(
-            f"note: {what} changes nothing at temperature 0, which takes the most likely token: give --temperature too",
-            file=sys.stderr,
-        )
-
-
 # --- one model on one file -------------------------------------------------------------------
 
 
@@ -430,69 +370,44 @@ def _one(arguments: argparse.Namespace) -> int:
     model = arguments.model[0] if arguments.model else str(folder.model) if folder else None
     if model is None:
         raise ConfigError("name the model with --model DIR, or a run with --run DIR")
-    chosen = _held_out(arguments, config, folder)
-    outs = arguments.out or [None] * len(chosen)
-    if len(outs) != len(chosen):
+    sets = _held_out(arguments, config, folder)
+    outs = arguments.out or [None] * len(sets)
+    if len(outs) != len(sets):
         raise ConfigError(
-            f"--out comes {len(outs)} times, and {len(chosen)} {'set is' if len(chosen) == 1 else 'sets are'} evaluated"
+            f"--out comes {len(outs)} times, and {len(sets)} {'set is' if len(sets) == 1 else 'sets are'} evaluated"
         )
     # The environment is read when torch is loaded, below.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
     from ...common.config import of_set
-    from ..evaluation.plan import find_model
+    from ..evaluation.asked import Asked
+    from ..evaluation.plan import find_model, note_greedy, place_of, prepare
+    from ..evaluation.report import told
+    from ..evaluation.run import tell
     from ..host.environments import check_environments
     from ..host.preflight import check_model
     from ..host.servers import check_servers
 
-    path = find_model(model, OUT / "models").path
+    exports = OUT / "models"
+    path = find_model(model, exports).path
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-    configs = [of_set(config, held_out) for held_out, _ in chosen]
-    for own in configs:
+    for held_out in sets:
+        own = of_set(config, held_out)
         check_model(own)
         check_environments(own)
         check_servers(own.reward)
-    from ...reward.grading import Grader
-    from ...rollout.evaluate.evaluation import HeldOut, evaluate_folder
-    from ..ingest.prepare import load_tokenizer
-    from ..ingest.rows import SourceReader
+    asked = Asked(models=(path,), benchmarks=tuple(sets))
+    with prepare(asked, config, exports, folder) as prepared:
+        note_greedy(prepared)
+        cells = zip(prepared.plan.cells, sets, outs, strict=True)
+        places = {cell.name: (place_of(held_out, folder), out) for cell, held_out, out in cells}
 
-    sets, tokenizer = [], load_tokenizer(path)
-    for (held_out, data), own in zip(chosen, configs, strict=True):
-        with Grader(own.reward) as grader:
-            reader = SourceReader(own, tokenizer, grader, lambda text: None)
-            problems, _, counts = reader.read(held_out, data)
-        if any(number for number, _ in counts.left_out()):
-            print(f"note: {data.name}: {printable(str(counts))}", file=sys.stderr)
-        sets.append(HeldOut(name=held_out.name, problems=problems, config=own))
-    _note_greedy((one.name, one.config.evaluate, one.problems) for one in sets)
+        def found(cell: Cell, samples: Sequence[EvaluatedSample], result: Evaluation) -> None:
+            data, out = places[cell.name]
+            figures = {"model": model, "data": str(data), **result.to_dict()}
+            _print(arguments, figures, told(result, samples, data), out)
 
-    def found(one: HeldOut, result: Evaluation) -> None:
-        data, out = places[one.name]
-        figures = {"model": model, "data": str(data), **result.to_dict()}
-        _print(arguments, figures, _told(result, data), out)
-
-    places = {one.name: (data, out) for (one, data), out in zip(chosen, outs, strict=True)}
-    evaluate_folder(sets, found)
+        tell(prepared, found)
     return 0
-
-
-def _told(result: Evaluation, data: Path) -> str:
-    form = "" if not result.classes else f"right form {100 * result.format_share:.1f}%, "
-    text = (
-        f"accuracy {100 * result.accuracy:.1f}% on {result.problems} problems of {data}\n"
-        f"{form}{result.mean_length:.0f} tokens a response, {result.seconds:.1f} s"
-    )
-    if episodes := [s.episode for s, _ in result.responses if s.episode is not None]:
-        failed = sum(episode.failure is not None for episode in episodes)
-        turns = sum(len(episode.turns) for episode in episodes) / len(episodes)
-        text += (
-            f"\nreward {result.reward:.3f}, {turns:.1f} turns an episode, {failed} of {len(episodes)} "
-            f"episodes failed by no fault of the model"
-        )
-    if result.classes:
-        shares = ", ".join(f"{k} {100 * v:.1f}%" for k, v in result.classes.items())
-        text += f"\nform and answer: {shares}"
-    return text
 
 
 def _config(
@@ -558,23 +473,18 @@ def _run_of(models: Sequence[str], *, has_preset: bool) -> RunFolder | None:
 
 def _held_out(
     arguments: argparse.Namespace, config: Config, folder: RunFolder | None
-) -> list[tuple[EvalSetConfig, Path]]:
-    """The sets, and where they are."""
-    from ...common.config import EvalSetConfig
+) -> list[EvalSetConfig]:
+    """The sets that one model is evaluated on."""
+    from ..evaluation.asked import of_path, sets_of
 
     if arguments.data:
-        path = arguments.data[0]
-        place = hub.local(path, Path(path).expanduser())
-        named = EvalSetConfig(
-            path=path, name=place.stem, form=arguments.form, limit=arguments.limit
-        )
-        return [(named, place)]
+        named = of_path(arguments.data[0], arguments.form)
+        return [named.model_copy(update={"limit": arguments.limit})]
     if folder is None:
         raise ConfigError("name the problems with --data FILE, or a run with --run DIR")
-    sets = _sets(arguments, config)
+    sets = sets_of(config, arguments.set)
     # What the command line says stands above the set's own.
     given = {key: (getattr(arguments, key) or (None,))[0] for key in (*_SAMPLING, "template")}
     given |= {"limit": arguments.limit, "samples": arguments.samples}
     told = {key: value for key, value in given.items() if value is not None}
-    chosen = [one.model_copy(update=told) for one in (sets if arguments.set else sets[:1])]
-    return [(one, hub.local(one.path, folder.resolve(one.path), one.revision)) for one in chosen]
+    return [one.model_copy(update=told) for one in (sets if arguments.set else sets[:1])]

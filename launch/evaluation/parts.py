@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder, line_of, read_samples
 from ..progress import Progress
@@ -35,7 +35,9 @@ class Samples:
         return found
 
     @contextmanager
-    def adding(self, number: int, progress: Progress | None = None) -> Iterator[Any]:
+    def adding(
+        self, number: int, progress: Progress | None = None
+    ) -> Iterator[Callable[[list[EvaluatedSample]], None]]:
         """Yields a function that appends samples to part ``number``; a line that was cut off goes first."""
         path = self._folder.cell(self._cell) / f"part-{number}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,26 +1,25 @@
-"""What an evaluation of several cells is: models, benchmarks, ways of sampling, templates; and their problems."""
+"""The cells of an evaluation: where each model is, how it is sampled, and its problems as the model gets them."""
 
 from __future__ import annotations
 
-import re
+import json
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 from msgspec import structs
-from pydantic import ValidationError
 
-from ...common import evaluation_sets, hub, templates, wire
+from ...common import hub, templates, wire
 from ...common.config import Config, EvalSetConfig, of_set
 from ...common.errors import ConfigError, DataError
 from ...common.printable import printable
+from ...common.records import REPEATS
 from ...common.run_folder import RunFolder, existing
 from ...replay.evaluating.evaluated import Cell, EvaluationFolder, Plan
+from .asked import Asked, slug
 
 if TYPE_CHECKING:
     from ...common.records import Problem
@@ -33,10 +32,6 @@ NEWEST = "newest"
 UNLIMITED = 10**9
 FIRST_BYTES = 1 << 20
 """Bytes of a file of weights that tell it from another."""
-KEYS = ("models", "benchmarks", "temperatures", "top_p", "templates")
-"""Keys of a plan's YAML that are lists."""
-SEVERAL = {"template": "templates", "temperature": "temperatures", "top_p": "top_p"}
-"""Settings of a set of which each value makes a cell, and their keys in a plan's YAML."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,129 +46,6 @@ class Model:
     """The run whose workers answer."""
     digest: str = ""
     """Of the first bytes of its weights; empty for what isn't a folder."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the command line or the YAML asks for."""
-
-    models: tuple[str, ...]
-    benchmarks: tuple[EvalSetConfig, ...]
-    """One for each way in which a benchmark is asked."""
-    second_mode: str | None = None
-    token_ids: bool = False
-    endpoint: str | None = None
-    """Address of a server that has the models."""
-
-
-def benchmark(given: Any, *, form: str | None = None) -> list[EvalSetConfig]:
-    """The sets that a name, a path or an entry stands for.
-
-    Args:
-        given: a known name, a path here or on the hub, or an entry of ``data.evaluate``.
-        form: form of its rows, if it isn't to be found out.
-
-    Raises:
-        ConfigError: it is nothing of this.
-    """
-    try:
-        if not isinstance(given, str):
-            entries = evaluation_sets.entries([given])
-        elif given in evaluation_sets.names():
-            entries = evaluation_sets.named(given)
-        else:
-            place = Path(given).expanduser()
-            if not place.exists() and hub.HubData.parse(given) is None:
-                # It names the nearest.
-                evaluation_sets.named(given)
-            entries = [{"path": given, "name": _stem(given)}]
-        given_here = {} if form is None else {"form": form}
-        return [EvalSetConfig(**{**entry, **given_here}) for entry in entries]
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"benchmark {given}: {error}") from None
-
-
-Values = Mapping[str, Sequence[Any]]
-"""Of settings of a set, by their names."""
-
-
-def ways(held_out: EvalSetConfig, given: Values, otherwise: Values) -> list[EvalSetConfig]:
-    """The set with every combination of the values that are asked for.
-
-    Args:
-        held_out: a set, whose own value counts where none is given.
-        given: what the command line says.
-        otherwise: what a plan says for sets that say nothing themselves.
-
-    Raises:
-        ConfigError: a value can't be.
-    """
-    own = held_out.model_dump()
-    names = (*SEVERAL, "samples", "limit")
-    lists = []
-    for name in names:
-        values = [*given.get(name, ()), *(otherwise.get(name, ()) if own[name] is None else ())]
-        every = list(dict.fromkeys(values)) or [own[name]]
-        lists.append(every if name in SEVERAL else every[:1])
-    try:
-        return [
-            EvalSetConfig(**{**own, **dict(zip(names, values, strict=True))})
-            for values in product(*lists)
-        ]
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        what = f"{wrong['loc'][0]} {wrong['input']!r}"
-        raise ConfigError(f"{held_out.name}: {what}: {wrong['msg']}") from None
-
-
-def _stem(path: str) -> str:
-    parsed = hub.HubData.parse(path)
-    return Path(path).stem if parsed is None else parsed.repo.rpartition("/")[2]
-
-
-def distinct(sets: Sequence[EvalSetConfig]) -> list[EvalSetConfig]:
-    """The sets, those with the same name named by their folders too."""
-    names = [one.name for one in sets]
-    return [
-        one.model_copy(update={"name": slug(str(Path(one.path).with_suffix("")))})
-        if names.count(one.name) > 1
-        else one
-        for one in sets
-    ]
-
-
-def from_yaml(content: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
-    """The lists of a plan's YAML; a single value stands for a list of one, and nothing for an empty one.
-
-    Raises:
-        ConfigError: it has another key, or a value of the wrong type.
-    """
-    unknown = sorted(content.keys() - {*KEYS, "samples", "limit", "settings"})
-    if unknown:
-        raise ConfigError(
-            f"{name}: unknown key {unknown[0]!r}: it may have {', '.join(KEYS)}, samples, limit and settings"
-        )
-    found = {}
-    for key in (*KEYS, "settings", "samples", "limit"):
-        value = content.get(key)
-        found[key] = value if isinstance(value, list) else [] if value is None else [value]
-        if None in found[key]:
-            raise ConfigError(f"{name}: {key} has an empty entry: leave it out")
-    for key in ("temperatures", "top_p"):
-        for value in found[key]:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(f"{name}: {key} has {value!r}, which isn't a number")
-    for value in found["templates"]:
-        if not isinstance(value, str):
-            raise ConfigError(f"{name}: templates has {value!r}, which isn't a name or a path")
-    for value in found["settings"]:
-        if not isinstance(value, str) or "=" not in value:
-            raise ConfigError(f"{name}: settings has {value!r}: write each as section.key=value")
-    for key in ("samples", "limit"):
-        value = content.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name}: {key} is {value!r}, and should be a whole number from 1")
-    return found
 
 
 def find_model(name: str, exports: Path, *, elsewhere: bool = False) -> Model:
@@ -256,7 +128,6 @@ class Prepared:
     cells: dict[str, tuple[Model, Config, EvalSetConfig]]
     """By the cell's name."""
     _reading: _Reading
-    _stack: ExitStack = field(default_factory=ExitStack)
 
     def benchmark(self, name: str) -> Benchmark:
         """A cell's problems and graders."""
@@ -309,10 +180,15 @@ def prepare(asked: Asked, config: Config, exports: Path, run: RunFolder | None) 
                 if live is not None:
                     _require_room(model, held_out, own, live)
                 cell = _cell(model, own, held_out, asked)
-                if cell.name in parts:
-                    raise ConfigError(
-                        f"two cells are named {cell.name}: give each benchmark its own name"
-                    )
+                if (
+                    twin := next((one for one in cells if one.name == cell.name), None)
+                ) is not None:
+                    if (twin.model, twin.benchmark) == (cell.model, cell.benchmark):
+                        raise ConfigError(
+                            f"two cells are named {cell.name}: give each benchmark its own name"
+                        )
+                    # Only what a folder's name can't hold tells them apart.
+                    cell = structs.replace(cell, name=f"{cell.name}-{len(cells)}")
                 parts[cell.name] = (model, own, held_out)
                 problems = reading.benchmark(model, own, held_out, cell.second_mode).problems
                 cells.append(_with_data(cell, problems, model.digest))
@@ -337,6 +213,47 @@ def prepare(asked: Asked, config: Config, exports: Path, run: RunFolder | None) 
         )
     plan = Plan(cells=tuple(cells), settings=settings, token_ids=asked.token_ids)
     return Prepared(plan=plan, cells=parts, _reading=reading)
+
+
+def short_name(plan: Plan) -> str:
+    """A folder's name that is the same for the same plan."""
+    content = json.dumps(structs.asdict(plan), default=structs.asdict, sort_keys=True)
+    first, digest = plan.cells[0], xxhash.xxh3_64_hexdigest(content.encode())
+    return f"{slug(first.model)}.{slug(first.benchmark)}-{digest[:8]}"
+
+
+def place_of(held_out: EvalSetConfig, run: RunFolder | None) -> Path:
+    """Where a set's rows are.
+
+    Args:
+        held_out: the set; one of the hub is fetched if it isn't here.
+        run: the run to whose folder its path may be relative.
+    """
+    place = Path(held_out.path).expanduser() if run is None else run.resolve(held_out.path)
+    return hub.local(held_out.path, place, held_out.revision)
+
+
+def note_greedy(prepared: Prepared) -> None:
+    """Says what changes nothing, since a set is answered with the most likely tokens alone."""
+    cells = prepared.plan.cells
+    sampled = {cell.benchmark for cell in cells if cell.temperature > 0}
+    idle: dict[str, None] = {}
+    for cell in cells:
+        if cell.benchmark in sampled:
+            continue
+        sampling = prepared.cells[cell.name][1].evaluate
+        if sampling.top_p < 1:
+            idle[f"{cell.benchmark}: top_p={sampling.top_p:g}"] = None
+        if sampling.samples > 1:
+            idle[f"{cell.benchmark}: samples={sampling.samples}"] = None
+        problems = prepared.benchmark(cell.name).problems
+        if any(problem.extra.get(REPEATS, 1) > 1 for problem in problems):
+            idle[f"{cell.benchmark}: the repetition of its rows"] = None
+    for what in idle:
+        print(
+            f"note: {what} changes nothing at temperature 0, which takes the most likely token: give --temperature too",
+            file=sys.stderr,
+        )
 
 
 def _config_of_run(folder: RunFolder) -> Config:
@@ -380,18 +297,11 @@ def _cell(model: Model, own: Config, held_out: EvalSetConfig, asked: Asked) -> C
             f"p{sampling.top_p:g}",
         )
     )
-    return Cell(
+    return Cell.of(
+        own,
         name=name,
         model=model.name,
         benchmark=held_out.name,
-        template=own.data.template,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        samples=1 if sampling.temperature == 0 else sampling.samples,
-        max_new_tokens=own.rollout.max_new_tokens,
-        stop=own.data.stops,
-        mode=own.reward.mode,
-        seed=own.run.seed,
         second_mode=asked.second_mode,
     )
 
@@ -401,16 +311,6 @@ def _with_data(cell: Cell, problems: Sequence[Problem], model: str) -> Cell:
     for problem in problems:
         digest.update(wire.encode(problem))
     return structs.replace(cell, problems=len(problems), data=digest.hexdigest(), weights=model)
-
-
-def slug(text: str) -> str:
-    """A text as a part of a file's name: its last two folders' names, with hyphens for what can't be in one.
-
-    >>> slug("runs/miniature@50"), slug("Qwen/Qwen2.5-Math-1.5B"), slug("/a/b/c/model/")
-    ('runs-miniature@50', 'Qwen-Qwen2.5-Math-1.5B', 'c-model')
-    """
-    short = "/".join(text.rstrip("/").split("/")[-2:])
-    return re.sub(r"[^\w@+.-]+", "-", short).strip("-.") or "-"
 
 
 class _Reading:
@@ -473,10 +373,7 @@ class _Reading:
         path = own.model.path
         if path not in self._tokenizers:
             self._tokenizers[path] = Texts() if self._chat else load_tokenizer(path)
-        place = Path(held_out.path).expanduser()
-        if self._run is not None:
-            place = self._run.resolve(held_out.path)
-        data = hub.local(held_out.path, place, held_out.revision)
+        data = place_of(held_out, self._run)
         reader = SourceReader(own, self._tokenizers[path], grader, lambda text: None, messages=True)
         problems, _, counts = reader.read(held_out, data)
         if any(number for number, _ in counts.left_out()):

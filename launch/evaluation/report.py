@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
 from ...common.errors import DataError
 from ...common.plain import for_json
+from ...common.records import EPISODE_FAILURES
 from ...common.run_folder import write_atomic
-from ...replay.evaluating.evaluated import Cell, EvaluationFolder
+from ...replay.evaluating.evaluated import Cell, EvaluatedSample, EvaluationFolder
 from ...rollout.evaluate import scores
+from ...rollout.evaluate.evaluation import Evaluation
 from ..wording import aligned
 
 
@@ -36,6 +39,32 @@ def summarise(folder: EvaluationFolder) -> dict[str, Any]:
     }
     write_atomic(folder.summary, json.dumps(found, indent=1) + "\n")
     return found
+
+
+def told(result: Evaluation, samples: Sequence[EvaluatedSample], data: Path) -> str:
+    """The figures of a set whose samples aren't kept, as lines for people.
+
+    Args:
+        result: the figures.
+        samples: what they are of.
+        data: where the set is.
+    """
+    form = "" if not result.classes else f"right form {100 * result.format_share:.1f}%, "
+    text = (
+        f"accuracy {100 * result.accuracy:.1f}% on {result.problems} problems of {data}\n"
+        f"{form}{result.mean_length:.0f} tokens a response, {result.seconds:.1f} s"
+    )
+    if episodes := [one for one in samples if one.turns is not None]:
+        failed = sum(one.verdict in EPISODE_FAILURES for one in episodes)
+        turns = sum(one.turns or 0 for one in episodes) / len(episodes)
+        text += (
+            f"\nreward {result.reward:.3f}, {turns:.1f} turns an episode, {failed} of {len(episodes)} "
+            f"episodes failed by no fault of the model"
+        )
+    if result.classes:
+        shares = ", ".join(f"{k} {100 * v:.1f}%" for k, v in result.classes.items())
+        text += f"\nform and answer: {shares}"
+    return text
 
 
 def table(summary: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from ...common.run_folder import try_lock, write_atomic
 from ...replay.evaluating.evaluated import (
     PARQUET,
     Cell,
+    EvaluatedSample,
     EvaluationFolder,
     Plan,
     write_parquet,
@@ -44,7 +45,10 @@ if TYPE_CHECKING:
     from ...rollout.environments.own_server import OwnServer
     from ...rollout.evaluate.answering import Place
     from ...rollout.evaluate.elsewhere import Elsewhere
+    from ...rollout.evaluate.evaluation import Evaluation
 
+Keep = Callable[[list[EvaluatedSample]], None]
+"""Takes samples as they are graded."""
 ROWS = 256
 """Greatest number of responses that an engine generates at a time; also the samples of a block, see
 ``run.deterministic``."""
@@ -156,13 +160,52 @@ def work(
             }
             refused += by_fleet(model, prepared, folder, flat, progress)
             continue
-        refused += asyncio.run(_by_engine(prepared, folder, wanted, worker[0], progress, sampler))
+
+        def keeping(name: str) -> AbstractContextManager[Keep]:
+            return Samples(folder, name).adding(worker[0], progress)
+
+        refused += asyncio.run(_by_engine(prepared, wanted, keeping, sampler))
     if refused:
         raise SamplesRefusedError(
             refused,
             ". All others are kept. Serve the model with a longer context and run the command again; or, into another "
             "folder, lower rollout.max_new_tokens or leave the problem out",
         )
+
+
+def tell(
+    prepared: Prepared, found: Callable[[Cell, list[EvaluatedSample], Evaluation], None]
+) -> None:
+    """Makes all samples of one model's cells, and keeps none.
+
+    Args:
+        prepared: the cells.
+        found: gets a cell's samples and figures before the next one begins.
+
+    Raises:
+        SamplesRefusedError: samples can't be made; it comes when all other cells are told.
+        TandemError: the model can't be loaded, or its engine has failed.
+    """
+    from ...rollout.evaluate.answering import SamplesRefusedError
+    from ...rollout.evaluate.evaluation import summarise
+    from ...rollout.evaluate.keeping import classified
+
+    @contextmanager
+    def keeping(name: str) -> Iterator[Keep]:
+        start = time.perf_counter()
+        made: list[EvaluatedSample] = []
+        yield made.extend
+        benchmark, cell = prepared.benchmark(name), prepared.plan_cell(name)
+        if len(made) == len(benchmark.places(cell)):
+            made = classified(made, benchmark.grader)
+            found(cell, made, summarise(made, seconds=time.perf_counter() - start))
+
+    wanted = {
+        cell.name: [prepared.benchmark(cell.name).places(cell)] for cell in prepared.plan.cells
+    }
+    refused = asyncio.run(_by_engine(prepared, wanted, keeping, together=True))
+    if refused:
+        raise SamplesRefusedError(refused)
 
 
 def _missing(
@@ -184,15 +227,28 @@ def _missing(
 
 async def _by_engine(
     prepared: Prepared,
-    folder: EvaluationFolder,
     wanted: dict[str, list[list[Place]]],
-    number: int,
-    progress: Progress | None,
-    sampler: Callable[[str], Elsewhere] | None,
+    keeping: Callable[[str], AbstractContextManager[Keep]],
+    sampler: Callable[[str], Elsewhere] | None = None,
+    *,
+    together: bool = False,
 ) -> list[str]:
-    """Returns of the samples that can't be made, why."""
+    """Makes one model's samples; returns of those that can't be made, why.
+
+    Args:
+        prepared: the cells.
+        wanted: by the cell's name what is to be made, in batches that are answered together.
+        keeping: by the cell's name what its samples are given to, while it is open.
+        sampler: makes what answers, in the place of an engine.
+        together: whether a problem's samples are graded as one group.
+    """
     from ...rollout.engines import make_engine
-    from ...rollout.evaluate.answering import Sampler, SamplesRefusedError, answer
+    from ...rollout.evaluate.answering import (
+        SILENCE_SECONDS,
+        Sampler,
+        SamplesRefusedError,
+        answer,
+    )
     from ...rollout.evaluate.episodes import playing, unless_it_dies
 
     model, config, _ = prepared.cells[next(iter(wanted))]
@@ -223,16 +279,19 @@ async def _by_engine(
             answers = elsewhere = sampler(model.name)
             stack.callback(elsewhere.close)
         for name, batches in wanted.items():
-            with Samples(folder, name).adding(number, progress) as add:
+            with keeping(name) as keep:
                 for batch in batches:
                     answering = answer(
                         answers,
                         benchmarks[name],
                         prepared.plan_cell(name),
                         batch,
-                        add,
+                        keep,
                         token_ids=prepared.plan.token_ids,
+                        together=together,
                         block=bool(prepared.plan.settings["deterministic"]),
+                        # A server has --request-seconds for each.
+                        silence=SILENCE_SECONDS if sampler is None else None,
                     )
                     try:
                         if server is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import signal
 import time
@@ -22,7 +21,6 @@ from .processes.supervision import Outcome, Supervisor
 
 if TYPE_CHECKING:
     from ...common.config import Config
-    from ...replay.evaluating.evaluations import EvaluationResult
     from ..plan.placement import Placement
 
 
@@ -117,12 +115,23 @@ def record(folder: RunFolder, results: Sequence[Mapping[str, Any]]) -> list[str]
         results: of :func:`evaluate`.
     """
     from ...learner.loop.evaluations import record_of
+    from ...replay.evaluating.evaluations import result_of
 
     before, term = set(), 0
     for row in read_parts(folder.metrics):
         before.add(row.get("eval/id"))
         term = max(term, row.get("term", 0))
-    made = [one for one in map(_result, results) if one.id not in before]
+    every = [
+        result_of(
+            found,
+            id_=f"{found['set_name']}@{found['step']}",
+            set_name=found["set_name"],
+            step=found["step"],
+            member=found["member"],
+        )
+        for found in results
+    ]
+    made = [one for one in every if one.id not in before]
     if not made:
         return []
     lines = PartedLines(folder.metrics)
@@ -130,32 +139,6 @@ def record(folder: RunFolder, results: Sequence[Mapping[str, Any]]) -> list[str]
         lines.write({**record_of(one), "term": term, "time": time.time()})
     lines.close()
     return [one.id for one in made]
-
-
-def _result(found: Mapping[str, Any]) -> EvaluationResult:
-    """What ``tandem evaluate`` has written, as a worker tells it."""
-    from ...replay.evaluating.evaluations import EvaluationResult
-
-    form = found["format_share"]
-    return EvaluationResult(
-        id=f"{found['set_name']}@{found['step']}",
-        set_name=found["set_name"],
-        step=found["step"],
-        version=found["version"],
-        accuracy=found["accuracy"],
-        samples=found["samples"],
-        pass_rate=found["pass_rate"],
-        accuracy_by_source=found["by_source"],
-        pass_by_source=found["pass_by_source"],
-        problems_by_source=found["problems_by_source"],
-        problems=found["problems"],
-        format_share=math.nan if form is None else form,
-        right_and_formed=found["right_and_formed"],
-        mean_length=found["mean_length"],
-        seconds=found["seconds"],
-        member=found["member"],
-        figures=found["figures"],
-    )
 
 
 def _in_a_name(text: str) -> str:

@@ -18,14 +18,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ...common.errors import DataError
 from ...common.plain import UNREADABLE, Count, Record, damaged, read_record, reason
-from ...common.records import FinishReason, Verdict
+from ...common.records import FinishReason, Verdict, Version
 from ...common.run_folder import write_atomic
+
+if TYPE_CHECKING:
+    from ...common.config import Config
 
 PLAN, SUMMARY, TIMES = "plan.json", "summary.json", "times.json"
 SAMPLES, PARQUET, PARTS = "samples.jsonl", "samples.parquet", "part-*.jsonl"
@@ -84,11 +87,19 @@ class EvaluatedSample(Record, frozen=True, kw_only=True):
     """What was asked, without the template; None if it is the prompt, or isn't one message."""
     token_ids: list[int] | None = None
     """The response's tokens, if they were asked for."""
+    turns: Count | None = None
+    """Number of the policy's turns, if it is an episode."""
 
     @property
     def asked(self) -> str:
         """What was asked, as people read it."""
         return self.prompt if self.question is None else self.question
+
+    @property
+    def versions(self) -> list[Version]:
+        """The weights that sampled it, oldest first."""
+        pairs = (one.split(".") for one in self.version.split())
+        return [Version(term=int(term), step=int(step)) for term, step in pairs]
 
     @property
     def correctness(self) -> Verdict:
@@ -145,6 +156,27 @@ class Cell(Record, frozen=True, kw_only=True):
     """Digest of the problems as the model gets them."""
     weights: str = ""
     """Digest by which the model's weights are told from others; empty if they aren't in a folder."""
+
+    @classmethod
+    def of(
+        cls, own: Config, *, name: str, model: str, benchmark: str, second_mode: str | None = None
+    ) -> Cell:
+        """The cell of a model on a set, by the config with the set's own settings in it."""
+        sampling = own.evaluate
+        return cls(
+            name=name,
+            model=model,
+            benchmark=benchmark,
+            template=own.data.template,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            samples=1 if sampling.temperature == 0 else sampling.samples,
+            max_new_tokens=own.rollout.max_new_tokens,
+            stop=own.data.stops,
+            mode=own.reward.mode,
+            seed=own.run.seed,
+            second_mode=second_mode,
+        )
 
 
 class Plan(Record, frozen=True, kw_only=True):
@@ -269,7 +301,7 @@ def write_parquet(path: Path, samples: Sequence[EvaluatedSample]) -> None:
     ]
     kinds: Mapping[str, Any] = {
         **dict.fromkeys(EvaluatedSample.__struct_fields__, pa.string()),
-        **dict.fromkeys(("place", "sample", "tokens", "answer_class"), pa.int64()),
+        **dict.fromkeys(("place", "sample", "tokens", "answer_class", "turns"), pa.int64()),
         **dict.fromkeys(("reward", "logprob"), pa.float64()),
         "token_ids": pa.list_(pa.int32()),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -150,6 +150,32 @@ def four_classes(accuracy: float, form: float, both: float | None) -> dict[str, 
         "01": max(0.0, accuracy - both),
         "00": max(0.0, 1.0 - form - accuracy + both),
     }
+
+
+def result_of(
+    figures: Mapping[str, Any], *, set_name: str, step: int, id_: str, member: str
+) -> EvaluationResult:
+    """The result by the figures of an evaluation (:class:`tandem.rollout.evaluate.evaluation.Evaluation`) as plain data."""
+    form = figures["format_share"]
+    return EvaluationResult(
+        id=id_,
+        set_name=set_name,
+        step=step,
+        version=figures["version"],
+        accuracy=figures["accuracy"],
+        samples=figures["samples"],
+        pass_rate=figures["pass_rate"],
+        accuracy_by_source=figures["by_source"],
+        pass_by_source=figures["pass_by_source"],
+        problems_by_source=figures["problems_by_source"],
+        problems=figures["problems"],
+        format_share=math.nan if form is None else form,
+        right_and_formed=figures["right_and_formed"],
+        mean_length=figures["mean_length"],
+        seconds=figures["seconds"],
+        member=member,
+        figures=figures["figures"],
+    )
 
 
 class EvaluationStore:

@@ -8,7 +8,8 @@ last bits of its log-probs depend on what else is in the batch; with ``block`` t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,8 @@ WINDOW = 4096
 """Samples that an engine has at a time, running or waiting."""
 GRADED = 512
 """Greatest number of samples that are graded and kept together."""
+SILENCE_SECONDS = 3600.0
+"""How long an engine may finish no sample: it catches one that is stuck, and no set is too large for it."""
 
 Place = tuple[int, int]
 """Of a sample: its problem's place in the benchmark, and its number."""
@@ -83,8 +86,10 @@ async def answer(
     keep: Callable[[list[EvaluatedSample]], None],
     *,
     token_ids: bool = False,
+    together: bool = False,
     block: bool = False,
     window: int = WINDOW,
+    silence: float | None = SILENCE_SECONDS,
 ) -> None:
     """Samples and grades; ``keep`` gets the samples in the order in which they come, from a thread.
 
@@ -95,24 +100,32 @@ async def answer(
         wanted: the samples that are to be made.
         keep: called for some samples at a time, never twice at once.
         token_ids: whether the samples keep their tokens.
+        together: grade and keep a problem's samples only when all that are wanted are there, as one group: parts of a
+            reward may compare them with one another. A problem of which one can't be made is left out.
         block: answer all of ``wanted`` as one batch, begun together, so that its samples are always the same to
             the last bit. It must fit into the engine's batch, and nothing else may run there.
         window: greatest number of samples that the engine is given at a time.
+        silence: seconds without a finished sample after which the engine counts as stuck; None = endless.
 
     Raises:
         SamplesRefusedError: samples can't be made; it comes when all others are.
-        TandemError: the engine has failed.
+        TandemError: the engine has failed, or is stuck.
     """
     refused: list[str] = []
     finished: asyncio.Queue[tuple[Place, Sample] | None] = asyncio.Queue()
     requests = {_name(cell, benchmark.problems[p], n): (p, n) for p, n in wanted}
     ended = asyncio.Event()
-    outstanding = 0
+    limit = asyncio.timeout(silence)
+    outstanding = answered = 0
+    held = _Held(place for place, _ in requests.values()) if together else None
 
     async def feed(chunk: Sequence[GroupRequest]) -> None:
-        nonlocal outstanding
+        nonlocal outstanding, answered
         async for group in sampler.generate(chunk):
             place = requests[group.group_id]
+            answered += 1
+            if silence is not None and not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time() + silence)
             if group.error is not None:
                 problem = benchmark.problems[place[0]].problem_id
                 reason = f"{cell.name}: {problem} can't be answered: {group.error}"
@@ -128,7 +141,7 @@ async def answer(
         nonlocal outstanding
         step = len(requests) if block else max(1, window // 2)
         names = list(requests)
-        async with asyncio.TaskGroup() as feeding:
+        async with limit, asyncio.TaskGroup() as feeding:
             for start in range(0, len(names), max(1, step)):
                 chunk = [
                     _request(name, requests, benchmark, cell)
@@ -149,17 +162,51 @@ async def answer(
                 some.append(finished.get_nowait())
             over = some[-1] is None
             samples = [one for one in some if one is not None]
+            if held is not None:
+                samples = held.whole(samples)
             if samples:
-                await asyncio.to_thread(lambda: keep(_graded(benchmark, samples, token_ids)))  # noqa: B023
+                await asyncio.to_thread(
+                    lambda: keep(_graded(benchmark, samples, token_ids, together))  # noqa: B023
+                )
 
     try:
         async with asyncio.TaskGroup() as both:
             both.create_task(produce())
             both.create_task(consume())
     except BaseExceptionGroup as group:
-        raise _first(group) from None
+        error = _first(group)
+        if isinstance(error, TimeoutError) and limit.expired():
+            error = TandemError(
+                f"{cell.name}: the engine answered {answered} of {len(requests)} samples, and then none in "
+                f"{silence:.0f} s: it is stuck, or too slow for rollout.max_new_tokens, which you can lower"
+            )
+        raise error from None
     if refused:
         raise SamplesRefusedError(refused)
+
+
+class _Held:
+    """Samples of problems of which others are still to come.
+
+    Args:
+        places: of every sample that is wanted the problem's place.
+    """
+
+    def __init__(self, places: Iterable[int]) -> None:
+        self._left = Counter(places)
+        self._samples: dict[int, list[tuple[Place, Sample]]] = {}
+
+    def whole(self, some: Sequence[tuple[Place, Sample]]) -> list[tuple[Place, Sample]]:
+        """Takes finished samples, and returns those of problems that are whole now, by number."""
+        found: list[tuple[Place, Sample]] = []
+        for one in some:
+            problem = one[0][0]
+            self._left[problem] -= 1
+            of_problem = self._samples.setdefault(problem, [])
+            of_problem.append(one)
+            if not self._left[problem]:
+                found += sorted(self._samples.pop(problem), key=lambda sample: sample[0])
+        return found
 
 
 def _first(error: BaseException) -> BaseException:
@@ -197,9 +244,15 @@ def _request(
 
 
 def _graded(
-    benchmark: Benchmark, samples: Sequence[tuple[Place, Sample]], token_ids: bool
+    benchmark: Benchmark,
+    samples: Sequence[tuple[Place, Sample]],
+    token_ids: bool,
+    together: bool,
 ) -> list[EvaluatedSample]:
-    items = [item(benchmark.problems[place], sample) for (place, _), sample in samples]
+    items = [
+        item(benchmark.problems[place], sample, group=f"{place}" if together else "")
+        for (place, _), sample in samples
+    ]
     grades = benchmark.grader.grade_texts(items)
     seconds = (
         [None] * len(items) if benchmark.second is None else benchmark.second.grade_texts(items)

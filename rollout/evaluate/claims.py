@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ...common.config import Config, RewardConfig, of_set
 from ...common.errors import StoreError, TandemError
-from ...common.records import Sample, Version
-from ...replay.evaluating.evaluated import EvaluatedSample
-from ...replay.evaluating.evaluations import EvaluationJob, EvaluationRequest, EvaluationResult
+from ...common.records import Problem, Version
+from ...replay.evaluating.evaluated import Cell, EvaluatedSample
+from ...replay.evaluating.evaluations import EvaluationRequest, EvaluationResult, result_of
 from ...replay.store import RunStore
 from ..engine import Engine
 from ..new_weights.commit_check import CommitCheck
 from ..player import Player
 
 if TYPE_CHECKING:
-    from .evaluation import Evaluation, Evaluator
+    from ...reward.grading import Grader
+    from .answering import Benchmark, Place
 
 log = logging.getLogger("tandem.rollout")
 
@@ -57,7 +60,8 @@ class ClaimedEvaluations:
         self._check = check
         self._steady = steady
         self._in_redis = in_redis
-        self._evaluators: dict[str, Evaluator] = {}
+        # By the reward's settings.
+        self._graders: dict[str, Grader] = {}
         self._task: asyncio.Task[Any] | None = None
         self._claimed: EvaluationRequest | None = None
         # Of the claimed evaluation, where it mustn't begin any more: why.
@@ -92,8 +96,8 @@ class ClaimedEvaluations:
 
     def close(self) -> None:
         """Ends the graders."""
-        for evaluator in self._evaluators.values():
-            evaluator.close()
+        for grader in self._graders.values():
+            grader.close()
 
     async def run(self, request: EvaluationRequest) -> None:
         """Does one claimed evaluation; submits its result, or gives it back.
@@ -104,38 +108,17 @@ class ClaimedEvaluations:
         self._loop = asyncio.get_running_loop()
         self._claimed, self._cancelled = request, ""
         try:
-            if request.job is not None:
-                await self._do(request, request.job)
-                return
-            evaluation, step = await self._evaluate(request)
-            if evaluation is None:
+            result = await self._evaluate(request)
+            if result is None:
                 await self._give_back(request, self._why_ended(request), failed=False)
                 return
-            result = EvaluationResult(
-                id=request.id,
-                set_name=request.set_name,
-                step=step,
-                version=evaluation.version,
-                accuracy=evaluation.accuracy,
-                samples=evaluation.samples,
-                pass_rate=evaluation.pass_rate,
-                accuracy_by_source=evaluation.by_source,
-                pass_by_source=evaluation.pass_by_source,
-                problems_by_source=evaluation.problems_by_source,
-                problems=evaluation.problems,
-                format_share=evaluation.format_share,
-                right_and_formed=evaluation.right_and_formed,
-                mean_length=evaluation.mean_length,
-                seconds=evaluation.seconds,
-                member=self._name,
-                figures=evaluation.figures,
-            )
             await self._in_redis(lambda: self._runs.finish_evaluation(request.id, result))
             self.done += 1
-            log.info(
-                f"{request.set_name} at step {result.step}: accuracy {evaluation.accuracy:.1%} of "
-                f"{evaluation.problems} problems in {evaluation.seconds:.1f} s"
-            )
+            if request.job is None:
+                log.info(
+                    f"{request.set_name} at step {result.step}: accuracy {result.accuracy:.1%} of "
+                    f"{result.problems} problems in {result.seconds:.1f} s"
+                )
         except StoreError:
             raise
         except (TandemError, ValueError) as error:
@@ -152,67 +135,110 @@ class ClaimedEvaluations:
             return "new weights weren't loaded"
         return self._cancelled
 
-    def _by(self, reward: RewardConfig) -> Evaluator:
-        """The evaluator that grades by a reward. Imported here, so that only a worker that
-        evaluates pays for the graders' imports."""
-        from .evaluation import Evaluator
+    def _grader(self, reward: RewardConfig) -> Grader:
+        """Imported here, so that only a worker that evaluates pays for the graders' imports."""
+        from ...reward.grading import Grader
 
-        found = self._evaluators.get(reward.model_dump_json())
-        if found is None:
-            found = Evaluator(self._sampler, reward)
-            self._evaluators[reward.model_dump_json()] = found
-        return found
+        key = reward.model_dump_json()
+        if key not in self._graders:
+            self._graders[key] = Grader(reward)
+        return self._graders[key]
 
-    async def _do(self, request: EvaluationRequest, job: EvaluationJob) -> None:
-        """Makes the samples of a job, and stores them before the result."""
-        from .answering import Benchmark, SamplesRefusedError, answer
+    def _asked(
+        self, request: EvaluationRequest, problems: Sequence[Problem]
+    ) -> tuple[Cell, Benchmark, Sequence[Place]]:
+        """How an evaluation is sampled, on what, and which samples are to be made."""
+        from .answering import Benchmark
 
-        cell = job.cell
-        reward = RewardConfig.model_validate(job.reward)
-        grader = self._by(reward.model_copy(update={"mode": cell.mode})).grader
+        if (job := request.job) is None:
+            sets = {held.name: held for held in self._config.data.evaluate}
+            # A set that the config doesn't name (any more) is evaluated as the run says.
+            held = sets.get(request.set_name)
+            own = self._config if held is None else of_set(self._config, held)
+            name = request.set_name
+            cell = replace(
+                Cell.of(own, name=f"evaluate {name}", model="", benchmark=name),
+                temperature=request.temperature,
+                samples=request.samples,
+            )
+            benchmark = Benchmark(problems=problems, grader=self._grader(own.reward))
+            return cell, benchmark, benchmark.places(cell)
+        cell, reward = job.cell, RewardConfig.model_validate(job.reward)
         second = None
         if cell.second_mode is not None:
-            second = self._by(reward.model_copy(update={"mode": cell.second_mode})).grader
-        problems = await self._in_redis(lambda: self._runs.eval_set(request.set_name))
+            second = self._grader(reward.model_copy(update={"mode": cell.second_mode}))
         benchmark = Benchmark(
             problems=problems,
-            grader=grader,
+            grader=self._grader(reward.model_copy(update={"mode": cell.mode})),
             second=second,
             subject=job.subject,
             level=job.level,
         )
+        return cell, benchmark, job.wanted
+
+    async def _evaluate(self, request: EvaluationRequest) -> EvaluationResult | None:
+        """Makes the samples, and stores those of a job; None if it was ended or the weights failed their check."""
+        from .answering import SamplesRefusedError, answer
+        from .evaluation import Evaluation, summarise
+        from .keeping import classified
+
+        job = request.job
+        problems = await self._in_redis(
+            lambda: self._runs.eval_set(request.set_name, request.limit)
+        )
+        cell, benchmark, wanted = self._asked(request, problems)
         kept: list[EvaluatedSample] = []
         start = time.perf_counter()
+
+        async def make() -> Evaluation | None:
+            await answer(
+                self._sampler,
+                benchmark,
+                cell,
+                wanted,
+                kept.extend,
+                token_ids=job is not None and job.token_ids,
+                together=job is None,
+                block=job is None and self._config.run.deterministic,
+            )
+            if job is not None:
+                return None
+            samples = await asyncio.to_thread(classified, kept, benchmark.grader)
+            return summarise(samples, seconds=time.perf_counter() - start)
+
         async with self._steady:
             version = self._engine.version
             if self._cancelled or _is_older(version, request):
-                await self._give_back(request, self._why_ended(request), failed=False)
-                return
-            self._task = asyncio.create_task(
-                answer(
-                    self._sampler,
-                    benchmark,
-                    cell,
-                    job.wanted,
-                    kept.extend,
-                    token_ids=job.token_ids,
-                )
+                return None
+            self._task = task = asyncio.create_task(make())
+            await asyncio.wait([task])
+        if not task.cancelled():
+            held = [version] if version is not None else []
+            used = (one for sample in kept for one in sample.versions)
+            await self._check.settled(versions=[*held, *used])
+        if task.cancelled() or self._check.suspect:
+            return None
+        step = version.step if version is not None else request.step
+        if job is None:
+            found = task.result()
+            assert found is not None
+            return result_of(
+                found.to_dict(),
+                id_=request.id,
+                set_name=request.set_name,
+                step=step if found.step is None else found.step,
+                member=self._name,
             )
-            await asyncio.wait([self._task])
-        await self._check.settled(version=version)
-        if self._task.cancelled() or self._check.suspect:
-            await self._give_back(request, self._why_ended(request), failed=False)
-            return
         refused: tuple[str, ...] = ()
         try:
-            self._task.result()
+            task.result()
         except SamplesRefusedError as error:
             refused = error.reasons
         await self._in_redis(lambda: self._runs.put_samples(request.id, kept))
-        result = EvaluationResult(
+        return EvaluationResult(
             id=request.id,
             set_name=request.set_name,
-            step=version.step if version is not None else request.step,
+            step=step,
             accuracy=sum(one.correct for one in kept) / max(1, len(kept)),
             problems=len({one.place for one in kept}),
             format_share=0.0,
@@ -221,44 +247,6 @@ class ClaimedEvaluations:
             member=self._name,
             refused=refused,
         )
-        await self._in_redis(lambda: self._runs.finish_evaluation(request.id, result))
-        self.done += 1
-
-    async def _evaluate(self, request: EvaluationRequest) -> tuple[Evaluation | None, int]:
-        """The result, and the step of the weights that were measured; None if it was ended or the weights
-        failed their check."""
-        sets = {held.name: held for held in self._config.data.evaluate}
-        # A set that the config doesn't name (any more) is evaluated as the run says.
-        held = sets.get(request.set_name)
-        own = self._config if held is None else of_set(self._config, held)
-        evaluator = self._by(own.reward)
-        problems = await self._in_redis(
-            lambda: self._runs.eval_set(request.set_name, request.limit)
-        )
-        async with self._steady:
-            version = self._engine.version
-            if self._cancelled or _is_older(version, request):
-                return None, request.step
-            task = asyncio.create_task(
-                evaluator.evaluate(
-                    problems,
-                    temperature=request.temperature,
-                    top_p=own.evaluate.top_p,
-                    samples=request.samples,
-                    max_new_tokens=own.rollout.max_new_tokens,
-                    seed=own.run.seed,
-                    stop=own.data.stops,
-                    name=f"evaluate {request.set_name}",
-                )
-            )
-            self._task = task
-            await asyncio.wait([task])
-        await self._check.settled(_responses(task))
-        step = version.step if version is not None else request.step
-        if task.cancelled() or self._check.suspect:
-            return None, step
-        evaluation = task.result()
-        return evaluation, evaluation.step if evaluation.step is not None else step
 
     async def _give_back(self, request: EvaluationRequest, reason: str, *, failed: bool) -> None:
         # It is no longer renewed, so another worker may claim it from here on.
@@ -274,9 +262,3 @@ class ClaimedEvaluations:
 def _is_older(version: Version | None, request: EvaluationRequest) -> bool:
     """Whether an evaluation that was claimed for weights to come has to do without them."""
     return version is not None and version.step < request.step
-
-
-def _responses(evaluation: asyncio.Task[Evaluation]) -> list[Sample]:
-    if evaluation.cancelled() or evaluation.exception() is not None:
-        return []
-    return [sample for sample, _ in evaluation.result().responses]

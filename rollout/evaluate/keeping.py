@@ -88,6 +88,7 @@ def kept(
         second=second.verdict if second is not None else None,
         question=_question(problem),
         token_ids=sample.tokens.tolist() if token_ids else None,
+        turns=len(sample.episode.turns) if sample.episode is not None else None,
     )
 
 

@@ -229,12 +229,13 @@ class CommitCheck:
 
     # What waits for a check.
 
-    async def settled(self, samples: Iterable[Sample] = (), version: Version | None = None) -> None:
-        """Returns when none of these samples has a token of a version whose check isn't over, and that
-        version's own is over."""
+    async def settled(
+        self, samples: Iterable[Sample] = (), versions: Iterable[Version] = ()
+    ) -> None:
+        """Returns when none of these samples has a token of a version whose check isn't over, and those of these
+        versions are over."""
         spans = {(span.term, span.step) for sample in samples for span in sample.spans}
-        if version is not None:
-            spans.add((version.term, version.step))
+        spans |= {(version.term, version.step) for version in versions}
         while (version := self.unchecked) is not None:
             if (version.term, version.step) not in spans:
                 return

@@ -812,7 +812,7 @@ def test_it_leaves_when_its_weights_are_not_those_that_were_published(planted: B
 
 
 def test_it_leaves_an_evaluation_to_others_when_its_engine_has_died(planted: Bench) -> None:
-    process = planted.worker(TANDEM_BROKEN="evaluate")
+    process = planted.worker(TANDEM_BROKEN="heldout t0")
     until(lambda: len(planted.judged) == 4, "the groups of the first weights")
     planted.runs.request_evaluation(
         EvaluationRequest(id="heldout@0", set_name="heldout", step=0, limit=10), planted.term

@@ -24,12 +24,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tandem.common.config import EvalSetConfig, to_yaml
-from tandem.common.errors import TandemError
+from tandem.common.errors import ConfigError, TandemError
 from tandem.common.models import resolve
 from tandem.common.records import SamplingParams
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
-from tandem.launch.evaluation.plan import benchmark, ways
+from tandem.launch.evaluation.asked import Asked, benchmark, ways
+from tandem.launch.evaluation.plan import prepare
 from tandem.launch.evaluation.run import Workers, begin
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
@@ -429,6 +430,27 @@ def test_a_known_benchmark_may_have_settings_of_its_own() -> None:
     (found,) = benchmark({"name": "aime24", "samples": 32})
     (plain,) = benchmark("aime24")
     assert found == plain.model_copy(update={"samples": 32})
+
+
+def test_sets_whose_names_differ_only_in_what_a_folder_cant_hold_are_cells_of_their_own(
+    place: Path, tmp_path: Path
+) -> None:
+    two = str(place / "two.parquet")
+    sets = [EvalSetConfig(path=two, name=name, limit=1) for name in ("hard/er", "hard-er")]
+    config = load("miniature").resolve([])
+
+    def cells(*asked: EvalSetConfig) -> list[tuple[str, str]]:
+        asked_for = Asked(models=("miniature",), benchmarks=asked)
+        with prepare(asked_for, config, tmp_path, None) as prepared:
+            assert [*prepared.cells] == [cell.name for cell in prepared.plan.cells]
+            return [(cell.benchmark, cell.name) for cell in prepared.plan.cells]
+
+    assert cells(*sets) == [
+        ("hard/er", "miniature.hard-er.own.t0.p1"),
+        ("hard-er", "miniature.hard-er.own.t0.p1-1"),
+    ]
+    with pytest.raises(ConfigError, match=r"two cells are named miniature\.hard-er"):
+        cells(*sets, sets[0])
 
 
 def test_a_plans_values_are_for_the_benchmarks_that_say_nothing_and_options_for_all() -> None:

@@ -17,9 +17,10 @@ import pytest
 from tandem.common.config import to_yaml
 from tandem.common.records import FinishReason, Verdict, Version
 from tandem.common.run_folder import JoinInfo, RunFolder
+from tandem.launch.evaluation.asked import Asked, benchmark
 from tandem.launch.evaluation.fleet import _Fleet
 from tandem.launch.evaluation.parts import Samples
-from tandem.launch.evaluation.plan import Asked, benchmark, prepare
+from tandem.launch.evaluation.plan import prepare
 from tandem.launch.evaluation.run import begin, work
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct

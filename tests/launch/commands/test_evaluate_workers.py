@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 from tandem.common.config import to_yaml
 from tandem.common.records import FinishReason, Verdict, Version
 from tandem.common.run_folder import RunFolder
-from tandem.launch.evaluation.plan import Asked, benchmark, prepare, ways
+from tandem.launch.evaluation.asked import Asked, benchmark, ways
+from tandem.launch.evaluation.plan import prepare
 from tandem.launch.evaluation.run import begin, finish, work
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct

@@ -69,7 +69,7 @@ def test_the_command_plays_the_episodes_of_a_held_out_set(
     folder = EvaluationFolder(tmp_path / "kept")
     (cell,) = folder.plan().cells
     samples = list(folder.samples(cell.name))
-    assert [one.reward for one in samples] == [0.75] * 3
+    assert [(one.reward, one.turns) for one in samples] == [(0.75, 2)] * 3
     refused = evaluated("--endpoint", "http://127.0.0.1:9")
     assert refused.returncode == 2
     assert "leave --endpoint out" in refused.stderr
