@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -167,6 +167,14 @@ def join(joining: Joining, terminal: Terminal) -> int:
                 f"the run binds launch.bind={config.launch.bind}, at which hosts that join find neither weights nor "
                 f"reward pools: start it with launch.bind set to one private address of the head"
             )
+        given, most = joining.drain_seconds, config.launch.drain_seconds
+        if given is not None and given > most:
+            terminal.say(
+                f"warning: --drain {given:g} is over the run's launch.drain_seconds={most:g}, after which a head that "
+                f"stops takes Redis along, so {most:g} s it is: for more, start the run with "
+                f"launch.drain_seconds={given:g}"
+            )
+            joining = replace(joining, drain_seconds=most)
         if joining.dry_run:
             print("\n".join(_dry_run(joining, info, config)))
             return 0

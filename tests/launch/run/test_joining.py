@@ -90,11 +90,17 @@ def test_the_time_to_drain_reaches_the_processes(
 ) -> None:
     put(run, *SETTINGS)
     words = ["join", "join.json", "--role", role, "--dry-run"]
-    assert cli.main([*words, "--drain", "600"]) == 0
-    assert "drain: at most 600 s" in (out := capsys.readouterr().out)
-    assert " --drain 600\n" in out
+    assert cli.main([*words, "--drain", "20"]) == 0
+    assert "drain: at most 20 s" in (out := capsys.readouterr().out)
+    assert " --drain 20\n" in out
+    assert "warning" not in out
     assert cli.main(words) == 0
     assert "--drain" not in capsys.readouterr().out
+    # A head that stops has the run's time alone, and Redis ends with it.
+    assert cli.main([*words, "--drain", "600"]) == 0
+    assert "drain: at most 60 s" in (out := capsys.readouterr().out)
+    assert " --drain 60\n" in out
+    assert "warning: --drain 600 is over the run's launch.drain_seconds=60" in out
     assert cli.main([*words, "--drain", "inf"]) == 2
     assert "--drain inf should be over 0 seconds, and finite" in capsys.readouterr().err
 
