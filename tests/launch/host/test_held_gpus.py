@@ -145,6 +145,10 @@ def test_a_worker_that_is_started_by_hand_sees_a_gpu_that_is_free(
     first.release()
     none = load("miniature").resolve(["launch.gpus=none"])
     assert _seeing(none, first)["CUDA_VISIBLE_DEVICES"] == ""
+    # Without nvidia-smi nobody knows what CUDA finds.
+    Path(os.environ["PATH"].split(":")[0], "nvidia-smi").unlink()
+    assert _seeing(config, first) == {}
+    assert _seeing(none, first)["CUDA_VISIBLE_DEVICES"] == ""
 
 
 ROLE = """
