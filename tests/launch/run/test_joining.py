@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -201,7 +202,8 @@ def test_a_host_with_gpus_and_a_torch_for_cpus_is_refused(
     run: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(run, "launch.gpus=auto")
-    one = (Gpu(index=0, name="H100", memory_mb=81559),)
+    # The name by which a GPU is held is the host's: no other test's, nor anybody else's.
+    one = (Gpu(index=0, name="H100", memory_mb=81559, uuid=f"GPU-{os.getpid()}"),)
     monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: one)
     monkeypatch.setattr(surroundings, "cuda_of_torch", lambda: None)
     assert cli.main(["join", "join.json", "--role", "rollout"]) == 2
