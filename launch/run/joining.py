@@ -452,8 +452,7 @@ def free_gpus(
     free = there if shares else holding.take(there, workers and workers * each)
     wanted = workers or max(1, len(free) // each)
     suffices = len(free) >= wanted * each
-    if held is None or not suffices:
-        holding.release()
+    holding.release(keep=wanted * each if held is not None and suffices else 0)
     if suffices:
         have = [gpu.told for gpu in free]
         return [tuple(have[i * each : (i + 1) * each]) for i in range(wanted)]

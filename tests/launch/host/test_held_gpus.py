@@ -67,6 +67,17 @@ def test_hosts_that_join_on_one_machine_take_gpus_of_their_own(
     second.release()
 
 
+def test_a_host_leaves_gpus_that_make_no_whole_worker_to_others(
+    hold: Callable[[int], HeldGpus],
+) -> None:
+    hold(1)
+    words = ["launch.gpus=required", "rollout.engine=vllm", "rollout.gpus_per_worker=2"]
+    held = HeldGpus()
+    assert gpus_of(load("miniature").resolve(words), "rollout", None, held=held) == [(1, 2)]
+    assert gpus_of(load("miniature").resolve(words[:1]), "rollout", None) == [(3,)]
+    held.release()
+
+
 def test_gpus_are_free_once_their_holder_has_been_killed(uuids: list[str]) -> None:
     program = (
         "import sys, time; from tandem.launch.host.held_gpus import HeldGpus; from tandem.launch.plan import hardware;"
