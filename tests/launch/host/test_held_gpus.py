@@ -198,8 +198,10 @@ def test_a_worker_chooses_a_gpu_unless_its_supervisor_has(
 def test_a_run_holds_the_gpus_of_its_processes_until_it_ends(
     words: list[str],
     free: list[tuple[int, ...]],
+    hold: Callable[[int], HeldGpus],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     preset = load("miniature")
@@ -215,4 +217,9 @@ def test_a_run_holds_the_gpus_of_its_processes_until_it_ends(
     with pytest.raises(ConfigError, match="seen"):
         job.Job(preset, opening, Terminal(plain=True), began=0.0).run()
     assert left == [free]
+    assert "warning" not in capsys.readouterr().out
     assert len(gpus_of(config, "rollout", None)) == 4
+    hold(1)
+    with pytest.raises(ConfigError, match="seen"):
+        job.Job(preset, opening, Terminal(plain=True), began=0.0).run()
+    assert "warning: other processes of Tandem hold GPU 0 of this host" in capsys.readouterr().out
