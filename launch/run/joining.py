@@ -211,17 +211,13 @@ def _check_loopback(info: JoinInfo, config: Config, hosts: Sequence[Host]) -> No
 
     Where Redis has a loopback address, too, whoever reaches it is on the head or forwards ports.
     """
-    bind = config.launch.bind
-    if not is_loopback(bind) or is_loopback(info.host):
+    bind, here = config.launch.bind, network_name()
+    if not is_loopback(bind) or is_loopback(info.host) or not here:
         return
     for host in hosts:
         there = host.state.network
         # An entry that is old may be from before the head's last boot.
-        if (
-            host.state.role == HEAD
-            and host.age < HEAD_SECONDS
-            and there not in ("", network_name())
-        ):
+        if host.state.role == HEAD and host.age < HEAD_SECONDS and there not in ("", here):
             raise ConfigError(
                 f"the run binds launch.bind={bind}, at which only its head, {host.state.host}, reaches weights and reward "
                 f"pools: start it with launch.bind set to one private address of the head"

@@ -15,10 +15,10 @@ from msgspec import structs
 
 from tandem.common.config import to_yaml
 from tandem.common.run_folder import RunFolder, read_join
-from tandem.common.sockets import network_name
 from tandem.launch import cli
 from tandem.launch.host import surroundings
 from tandem.launch.plan.hardware import Gpu
+from tandem.launch.run import joining
 from tandem.launch.run.opened.presets import load
 from tandem.replay.connection import Store, connect
 from tandem.replay.hosts import HEAD, HostLink, HostState
@@ -150,18 +150,26 @@ def head_of(run: Store, network: str) -> HostLink:
 
 @pytest.mark.usefixtures("facing_network")
 @pytest.mark.parametrize(
-    ("network", "bind", "code"),
+    ("network", "here", "bind", "code"),
     [
-        ("elsewhere/net:[7]", "127.0.0.1", 2),
-        ("elsewhere/net:[7]", "10.0.0.1", 0),
-        (network_name(), "127.0.0.1", 0),
-        # The head's system doesn't tell.
-        ("", "127.0.0.1", 0),
+        ("elsewhere/net:[7]", "here/net:[7]", "127.0.0.1", 2),
+        ("elsewhere/net:[7]", "here/net:[7]", "10.0.0.1", 0),
+        ("here/net:[7]", "here/net:[7]", "127.0.0.1", 0),
+        # The system of one of them doesn't tell.
+        ("", "here/net:[7]", "127.0.0.1", 0),
+        ("elsewhere/net:[7]", "", "127.0.0.1", 0),
     ],
 )
 def test_a_run_that_binds_loopback_is_joined_on_its_own_host_alone(
-    network: str, bind: str, code: int, run: Store, capsys: pytest.CaptureFixture[str]
+    network: str,
+    here: str,
+    bind: str,
+    code: int,
+    run: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(joining, "network_name", lambda: here)
     put(run, f"launch.bind={bind}", f"replay.redis_url=redis://{run.address}")
     link = head_of(run, network)
     link.start()
