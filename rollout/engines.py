@@ -175,8 +175,9 @@ def _vllm(
         "enforce_eager": settings.enforce_eager,
         **(vllm_adapters.arguments(lora, versions) if lora is not None else {}),
     }
-    # A step has a token of each row at least, or vLLM refuses to start.
-    tokens = {"max_num_batched_tokens": running} if running > STEP_TOKENS else {}
+    # A step has a token of each row at least, or vLLM refuses to start; without chunked prefill a whole sample, too.
+    whole = facts.context if settings.args.get("enable_chunked_prefill") is False else 0
+    tokens = {"max_num_batched_tokens": max(running, whole)} if running > STEP_TOKENS else {}
     return VllmEngine(
         VllmProcess(
             {**tokens, **settings.args, **arguments},

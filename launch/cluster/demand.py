@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -105,8 +106,8 @@ def job_of(
         words: the preset's name and settings.
         name: names jobs and objects; None = the preset's.
         binds: whether the head binds ``launch.bind``, and not an address that it is told when it starts.
-        by_folder: whether a ``run.dir`` of another name than the preset's goes into the default name, so that runs of one
-            preset differ.
+        by_folder: whether a digest of ``run.dir`` goes into the default name unless it is the default folder, so that
+            runs of one preset differ.
 
     Raises:
         ConfigError: the preset or an override is wrong, it has stages or trains offline, or a start would refuse it.
@@ -143,8 +144,9 @@ def job_of(
             f"the sizes of {config.model.path} aren't known here, so no memory is asked for: add it by hand"
         )
     named = preset.name
-    if by_folder and (folder := Path(config.run.dir or "").name):
-        named = folder if folder.startswith(named) else f"{named}-{folder}"
+    folder = Path(str(config.run.dir)).absolute()
+    if by_folder and folder != Path(f"runs/{named}").absolute():
+        named += f"-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]}"
     return Job(
         name=f"tandem-{label(name or named)}",
         # Those that are joined by + are found from the working directory alone, in which Slurm's jobs run.

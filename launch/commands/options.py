@@ -76,7 +76,7 @@ def add_drain(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="time to finish what is under way after SIGTERM or Ctrl-C, less than the scheduler's own grace "
-        "(default: launch.drain_seconds)",
+        "(default: launch.drain_seconds, which is the most for `tandem join`)",
     )
 
 

@@ -192,11 +192,15 @@ def _seeing(config: Config, held: HeldGpus) -> dict[str, str]:
     Raises:
         ConfigError: too few are left, and ``launch.gpus=required``.
     """
+    from ..plan.hardware import machine
     from ..run.joining import free_gpus
     from ..run.processes.parts import seeing
 
     if config.launch.gpus == "none":
         return seeing(())
+    if not machine().gpus:
+        # CUDA may find some without an nvidia-smi that works.
+        return {}
     each = config.rollout.gpus_per_worker
     say = logging.getLogger("tandem").warning
     (gpus,) = free_gpus(config, "rollout", 1, each, held=held, say=say)

@@ -29,9 +29,9 @@ class HeldGpus:
                 taken.append(gpu)
         return taken
 
-    def release(self) -> None:
-        """Leaves all of them to others."""
-        while self._sockets:
+    def release(self, keep: int = 0) -> None:
+        """Leaves all of them to others, but for so many that were taken first."""
+        while len(self._sockets) > keep:
             self._sockets.pop().close()
 
     def _take(self, gpu: Gpu) -> bool:

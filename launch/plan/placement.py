@@ -132,7 +132,7 @@ def gpus_left_idle(config: Config, machine: Machine) -> str | None:
 
 
 def bound_for_one_host(config: Config) -> str | None:
-    """That no other host can join a run that needs some, and the way out; None if they can."""
+    """That no other host can join a run that needs or awaits some, and the way out; None if they can."""
     if config.learner.hosts > 1:
         what = f"learner.hosts={config.learner.hosts}"
     elif config.learner.source == "ledger" and not config.rollout.workers:
@@ -144,8 +144,8 @@ def bound_for_one_host(config: Config) -> str | None:
     if not is_loopback(config.launch.bind):
         return None
     return (
-        f"{what} wants processes on other hosts, and launch.bind={config.launch.bind} is reached from this host alone: "
-        f"set launch.bind to one private address of it"
+        f"{what} takes processes that join, and with launch.bind={config.launch.bind} they can join from this host alone: "
+        f"for other hosts set launch.bind to one private address of it"
     )
 
 

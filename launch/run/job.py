@@ -138,7 +138,13 @@ class Job:
         # With launch.share_gpu workers that are added may share GPUs with ranks, and not with engines.
         ranks = () if config.launch.share_gpu else placement.learner
         placed = {gpu for seen in (*ranks, *placement.rollout) for gpu in seen}
-        self._held.take(gpu for gpu in self._machine.gpus if gpu.told in placed)
+        wanted = [gpu for gpu in self._machine.gpus if gpu.told in placed]
+        free = self._held.take(wanted)
+        if others := [str(gpu.told) for gpu in wanted if gpu not in free]:
+            self._say(
+                f"warning: other processes of Tandem hold GPU{'s' * (len(others) > 1)} {', '.join(others)} of this host, "
+                f"which the run shares with them: name free ones in CUDA_VISIBLE_DEVICES, or end those processes"
+            )
         if idle := gpus_left_idle(config, self._machine):
             self._say(f"warning: {idle}")
         if alone := bound_for_one_host(config):

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -167,6 +167,14 @@ def join(joining: Joining, terminal: Terminal) -> int:
                 f"the run binds launch.bind={config.launch.bind}, at which hosts that join find neither weights nor "
                 f"reward pools: start it with launch.bind set to one private address of the head"
             )
+        given, most = joining.drain_seconds, config.launch.drain_seconds
+        if given is not None and given > most:
+            terminal.say(
+                f"warning: --drain {given:g} is over the run's launch.drain_seconds={most:g}, after which a head that "
+                f"stops takes Redis along, so {most:g} s it is: for more, start the run with "
+                f"launch.drain_seconds={given:g}"
+            )
+            joining = replace(joining, drain_seconds=most)
         if joining.dry_run:
             print("\n".join(_dry_run(joining, info, config)))
             return 0
@@ -203,17 +211,13 @@ def _check_loopback(info: JoinInfo, config: Config, hosts: Sequence[Host]) -> No
 
     Where Redis has a loopback address, too, whoever reaches it is on the head or forwards ports.
     """
-    bind = config.launch.bind
-    if not is_loopback(bind) or is_loopback(info.host):
+    bind, here = config.launch.bind, network_name()
+    if not is_loopback(bind) or is_loopback(info.host) or not here:
         return
     for host in hosts:
         there = host.state.network
         # An entry that is old may be from before the head's last boot.
-        if (
-            host.state.role == HEAD
-            and host.age < HEAD_SECONDS
-            and there not in ("", network_name())
-        ):
+        if host.state.role == HEAD and host.age < HEAD_SECONDS and there not in ("", here):
             raise ConfigError(
                 f"the run binds launch.bind={bind}, at which only its head, {host.state.host}, reaches weights and reward "
                 f"pools: start it with launch.bind set to one private address of the head"
@@ -444,8 +448,7 @@ def free_gpus(
     free = there if shares else holding.take(there, workers and workers * each)
     wanted = workers or max(1, len(free) // each)
     suffices = len(free) >= wanted * each
-    if held is None or not suffices:
-        holding.release()
+    holding.release(keep=wanted * each if held is not None and suffices else 0)
     if suffices:
         have = [gpu.told for gpu in free]
         return [tuple(have[i * each : (i + 1) * each]) for i in range(wanted)]

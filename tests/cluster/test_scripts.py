@@ -161,10 +161,11 @@ def test_only_the_heads_of_one_run_wait_for_one_another(tmp_path: Path):
     def name(*words: str) -> str:
         return asked(scripts(tmp_path, *words)["head.sbatch"])["job-name"]
 
-    assert name() == "tandem-miniature"
-    assert name("run.dir=/shared/a") == "tandem-miniature-a"
-    assert name("run.dir=/shared/b") == "tandem-miniature-b"
-    assert name("run.dir=/shared/miniature-2") == "tandem-miniature-2"
+    assert name() == name("run.dir=runs/miniature") == "tandem-miniature"
+    folders = ("/s/a", "/t/a", "/s/数学", "/s/物理", "/s/miniature", "/s/miniature-lora")
+    names = [name(f"run.dir={folder}") for folder in folders]
+    assert all(re.fullmatch("tandem-miniature-[0-9a-f]{6}", found) for found in names)
+    assert len(set(names)) == len(folders)
     assert name("run.dir=/shared/a", "--name", "mine") == "tandem-mine"
 
 

@@ -114,7 +114,9 @@ class TestWithoutVllm:
         assert given["hf_overrides"] == {"rope_parameters": {"factor": 2.0}}
         assert given["compilation_config"] == {"mode": 0}
 
-    def test_a_step_has_room_for_a_token_of_each_row(self, given: dict[str, Any]) -> None:
+    def test_a_step_has_room_for_a_token_of_each_row(
+        self, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def tokens(**settings: Any) -> Any:
             given.clear()
             rollout = RolloutConfig(engine="vllm", vllm=VllmConfig(**settings), group_size=16)
@@ -126,6 +128,16 @@ class TestWithoutVllm:
         assert tokens(max_num_seqs=3000) == 3000
         assert tokens(max_num_seqs=2048) is None
         assert tokens(args={"max_num_batched_tokens": 8192}) == 8192
+        # Without chunked prefill it refuses fewer than a whole sample has, too.
+        monkeypatch.setattr(
+            "tandem.rollout.model_facts.model_facts",
+            lambda *asked, **more: replace(model_facts(*asked, **more), context=4000),
+        )
+        whole = {"enable_chunked_prefill": False}
+        assert tokens(max_num_seqs=3000, args=whole) == 4000
+        assert tokens(max_num_seqs=5000, args=whole) == 5000
+        assert tokens(max_num_seqs=2048, args=whole) is None
+        assert tokens(max_num_seqs=3000) == 3000
 
     @pytest.mark.parametrize("rank", [None, 8])
     def test_beside_a_learner_vllm_is_told_its_cache_and_measures_nothing(

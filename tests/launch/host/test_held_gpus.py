@@ -67,6 +67,17 @@ def test_hosts_that_join_on_one_machine_take_gpus_of_their_own(
     second.release()
 
 
+def test_a_host_leaves_gpus_that_make_no_whole_worker_to_others(
+    hold: Callable[[int], HeldGpus],
+) -> None:
+    hold(1)
+    words = ["launch.gpus=required", "rollout.engine=vllm", "rollout.gpus_per_worker=2"]
+    held = HeldGpus()
+    assert gpus_of(load("miniature").resolve(words), "rollout", None, held=held) == [(1, 2)]
+    assert gpus_of(load("miniature").resolve(words[:1]), "rollout", None) == [(3,)]
+    held.release()
+
+
 def test_gpus_are_free_once_their_holder_has_been_killed(uuids: list[str]) -> None:
     program = (
         "import sys, time; from tandem.launch.host.held_gpus import HeldGpus; from tandem.launch.plan import hardware;"
@@ -145,6 +156,10 @@ def test_a_worker_that_is_started_by_hand_sees_a_gpu_that_is_free(
     first.release()
     none = load("miniature").resolve(["launch.gpus=none"])
     assert _seeing(none, first)["CUDA_VISIBLE_DEVICES"] == ""
+    # Without nvidia-smi nobody knows what CUDA finds.
+    Path(os.environ["PATH"].split(":")[0], "nvidia-smi").unlink()
+    assert _seeing(config, first) == {}
+    assert _seeing(none, first)["CUDA_VISIBLE_DEVICES"] == ""
 
 
 ROLE = """
@@ -183,8 +198,10 @@ def test_a_worker_chooses_a_gpu_unless_its_supervisor_has(
 def test_a_run_holds_the_gpus_of_its_processes_until_it_ends(
     words: list[str],
     free: list[tuple[int, ...]],
+    hold: Callable[[int], HeldGpus],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     preset = load("miniature")
@@ -200,4 +217,9 @@ def test_a_run_holds_the_gpus_of_its_processes_until_it_ends(
     with pytest.raises(ConfigError, match="seen"):
         job.Job(preset, opening, Terminal(plain=True), began=0.0).run()
     assert left == [free]
+    assert "warning" not in capsys.readouterr().out
     assert len(gpus_of(config, "rollout", None)) == 4
+    hold(1)
+    with pytest.raises(ConfigError, match="seen"):
+        job.Job(preset, opening, Terminal(plain=True), began=0.0).run()
+    assert "warning: other processes of Tandem hold GPU 0 of this host" in capsys.readouterr().out

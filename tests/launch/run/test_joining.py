@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -14,10 +15,10 @@ from msgspec import structs
 
 from tandem.common.config import to_yaml
 from tandem.common.run_folder import RunFolder, read_join
-from tandem.common.sockets import network_name
 from tandem.launch import cli
 from tandem.launch.host import surroundings
 from tandem.launch.plan.hardware import Gpu
+from tandem.launch.run import joining
 from tandem.launch.run.opened.presets import load
 from tandem.replay.connection import Store, connect
 from tandem.replay.hosts import HEAD, HostLink, HostState
@@ -90,11 +91,17 @@ def test_the_time_to_drain_reaches_the_processes(
 ) -> None:
     put(run, *SETTINGS)
     words = ["join", "join.json", "--role", role, "--dry-run"]
-    assert cli.main([*words, "--drain", "600"]) == 0
-    assert "drain: at most 600 s" in (out := capsys.readouterr().out)
-    assert " --drain 600\n" in out
+    assert cli.main([*words, "--drain", "20"]) == 0
+    assert "drain: at most 20 s" in (out := capsys.readouterr().out)
+    assert " --drain 20\n" in out
+    assert "warning" not in out
     assert cli.main(words) == 0
     assert "--drain" not in capsys.readouterr().out
+    # A head that stops has the run's time alone, and Redis ends with it.
+    assert cli.main([*words, "--drain", "600"]) == 0
+    assert "drain: at most 60 s" in (out := capsys.readouterr().out)
+    assert " --drain 60\n" in out
+    assert "warning: --drain 600 is over the run's launch.drain_seconds=60" in out
     assert cli.main([*words, "--drain", "inf"]) == 2
     assert "--drain inf should be over 0 seconds, and finite" in capsys.readouterr().err
 
@@ -143,18 +150,26 @@ def head_of(run: Store, network: str) -> HostLink:
 
 @pytest.mark.usefixtures("facing_network")
 @pytest.mark.parametrize(
-    ("network", "bind", "code"),
+    ("network", "here", "bind", "code"),
     [
-        ("elsewhere/net:[7]", "127.0.0.1", 2),
-        ("elsewhere/net:[7]", "10.0.0.1", 0),
-        (network_name(), "127.0.0.1", 0),
-        # The head's system doesn't tell.
-        ("", "127.0.0.1", 0),
+        ("elsewhere/net:[7]", "here/net:[7]", "127.0.0.1", 2),
+        ("elsewhere/net:[7]", "here/net:[7]", "10.0.0.1", 0),
+        ("here/net:[7]", "here/net:[7]", "127.0.0.1", 0),
+        # The system of one of them doesn't tell.
+        ("", "here/net:[7]", "127.0.0.1", 0),
+        ("elsewhere/net:[7]", "", "127.0.0.1", 0),
     ],
 )
 def test_a_run_that_binds_loopback_is_joined_on_its_own_host_alone(
-    network: str, bind: str, code: int, run: Store, capsys: pytest.CaptureFixture[str]
+    network: str,
+    here: str,
+    bind: str,
+    code: int,
+    run: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(joining, "network_name", lambda: here)
     put(run, f"launch.bind={bind}", f"replay.redis_url=redis://{run.address}")
     link = head_of(run, network)
     link.start()
@@ -195,7 +210,8 @@ def test_a_host_with_gpus_and_a_torch_for_cpus_is_refused(
     run: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(run, "launch.gpus=auto")
-    one = (Gpu(index=0, name="H100", memory_mb=81559),)
+    # The name by which a GPU is held is the host's: no other test's, nor anybody else's.
+    one = (Gpu(index=0, name="H100", memory_mb=81559, uuid=f"GPU-{os.getpid()}"),)
     monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: one)
     monkeypatch.setattr(surroundings, "cuda_of_torch", lambda: None)
     assert cli.main(["join", "join.json", "--role", "rollout"]) == 2
