@@ -380,6 +380,21 @@ def test_the_stages_of_a_preset_are_one_object_of_json_by_their_names(
     }
 
 
+def test_each_stage_cuts_lengths_that_only_another_one_allows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("plan", "miniature-sft-rl", "sft.data.max_prompt_tokens=40")
+    given = ("--prompt-tokens", "40", "--response-tokens", "45", "rl.rollout.max_new_tokens=44")
+    plans = json.loads(tandem(capsys, *words, *given, "--json")[1])
+    steps = [plans[label]["step"] for label in ("sft", "rl")]
+    assert [(one["prompt_tokens"], one["response_tokens"]) for one in steps] == [(40, 45), (32, 44)]
+    # Nothing is printed before lengths that no stage allows are refused.
+    code, out, err = tandem(capsys, *words, "--prompt-tokens", "41")
+    assert (code, out) == (2, "")
+    assert "--prompt-tokens 41 should be" in err
+    assert "at most sft.data.max_prompt_tokens=40" in err
+
+
 def test_a_stage_that_generates_nothing_has_no_splits(capsys: pytest.CaptureFixture[str]) -> None:
     # One bound, so that it takes no time.
     one = ("rl.run.deterministic=true", "rl.rollout.engine=torch")
