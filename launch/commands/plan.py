@@ -107,17 +107,19 @@ def _plan(preset: Preset, config: Config, arguments: argparse.Namespace, *, is_s
     if arguments.splits and is_stage and config.learner.source == "offline":
         said = "no splits: offline nothing is generated, and the learner has all GPUs"
         return None if arguments.json else [said]
+    tried = None
     if arguments.splits:
         tried = splits(preset.name, config, planned_for, **lengths)
         if arguments.json:
             return [split.as_dict() for split in tried]
         placement = planning.on_paper(config, machine(), planned_for)
-        plan = planning.make(preset.name, config, planned_for, placement, **lengths)
-        return text.splits(plan, tried)
-    placement = planning.for_node(config, planned_for)
+    else:
+        placement = planning.for_node(config, planned_for)
     plan = planning.make(preset.name, config, planned_for, placement, **lengths)
     if refusal := why_not_started(config):
         plan = replace(plan, problems=(refusal, *plan.problems))
+    if tried is not None:
+        return text.splits(plan, tried)
     comparison = _measured(plan) if arguments.measure else None
     if arguments.json:
         as_json = {**plan.as_dict(), "run": str(folder.path)}

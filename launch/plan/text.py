@@ -67,10 +67,11 @@ def whole(plan: Plan) -> list[str]:
         "",
     ]
     lines += memory(plan)
-    lines += ["", *step(plan)]
-    if plan.problems:
-        lines += ["", "problems", *(f"  - {one}" for one in plan.problems)]
-    return lines
+    return [*lines, "", *step(plan), *_problems(plan, "problems")]
+
+
+def _problems(plan: Plan, title: str) -> list[str]:
+    return ["", title, *(f"  - {one}" for one in plan.problems)] if plan.problems else []
 
 
 def memory(plan: Plan) -> list[str]:
@@ -251,7 +252,7 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
             + (f"{len(better)} of these are" if better else "none of these is")
             + " more than 5% faster"
         )
-    return lines
+    return lines + _problems(plan, "problems of this preset")
 
 
 def _operations(config: Config) -> str:

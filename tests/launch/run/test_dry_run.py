@@ -431,6 +431,18 @@ def test_what_a_start_would_refuse_is_a_problem_of_the_plan(
     assert problems[0].startswith(f"  - {why}")
 
 
+def test_splits_tell_why_the_preset_that_they_are_compared_with_would_not_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("plan", "qwen2.5-math-1.5b-grpo-2gpu", "--gpu", "H100", "--gpus", "2", "--splits")
+    assert "problems" not in tandem(capsys, *words)[1]
+    unclipped = "learner.objective={clip_low: null, clip_high: null}"
+    code, out, _ = tandem(capsys, *words, "replay.max_staleness=6", unclipped)
+    assert code == 0
+    problems = out.partition("\nproblems of this preset\n")[2].splitlines()
+    assert problems[0].startswith("  - learner.objective.clip_low=null and clip_high=null leave")
+
+
 def test_a_node_with_too_few_gpus_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = tandem(capsys, "plan", EIGHT, "--gpus", "4")
     assert code == 2
