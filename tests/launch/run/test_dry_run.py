@@ -294,6 +294,21 @@ def test_splits_are_told_with_memory_time_and_who_waits(
     assert {one["ranks"] + one["workers"] for one in told} == {4}
 
 
+def test_splits_that_would_not_run_are_told_with_why(capsys: pytest.CaptureFixture[str]) -> None:
+    fresh = ("run.deterministic=true", "rollout.engine=torch")
+    words = ("plan", "qwen2.5-math-1.5b-grpo-2gpu", *fresh, "--splits")
+    small = tandem(capsys, *words, "--gpus", "3", "--gpu-memory", "30")[1]
+    heads = [line for line in small.splitlines() if "fullest GPU" in line]
+    assert [line.endswith(", WOULD NOT RUN") for line in heads] == [True, False]
+    assert "\nwould not run\n  - 1 + 2: GPU 0 would hold " in small
+    assert "\nfastest: learner.ranks=2 rollout.workers=1 " in small
+    three = ("rollout.engine=vllm", "rollout.gpus_per_worker=3", "run.deterministic=false")
+    none = tandem(capsys, *words, *three, "--gpus", "7", "--gpu-memory", "80")[1]
+    reasons = none.partition("\nno split would run\n")[2].splitlines()
+    assert len(reasons) == 1
+    assert reasons[0].startswith("  - 1 + 2, 4 + 1: rollout.gpus_per_worker: 3 ranks of vLLM can't")
+
+
 def test_splits_keep_to_fresh_samples_where_the_run_needs_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
