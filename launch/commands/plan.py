@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
     from ..run.several.stages import of_plan
 
     name, overrides = split(arguments.words, "miniature")
+    runs = [(*one, one[1].resolve(one[2])) for one in of_plan(load(name), overrides)]
+    _check_lengths(arguments, {label: config for label, _, _, config in runs})
     trees: dict[str, Any] = {}
-    for label, preset, own in of_plan(load(name), overrides):
+    for label, preset, own, config in runs:
         if label and not arguments.json:
             print(f"# ---- stage {label}")
-        found = _plan(preset, own, arguments, is_stage=bool(label))
+        preset.tell_unread(own)
+        found = _plan(preset, config, arguments, is_stage=bool(label))
         if arguments.json:
             trees[label] = found
         else:
@@ -74,9 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(
-    preset: Preset, overrides: list[str], arguments: argparse.Namespace, *, is_stage: bool
-) -> Any:
+def _plan(preset: Preset, config: Config, arguments: argparse.Namespace, *, is_stage: bool) -> Any:
     """The plan of one run, or its splits: lines for a person, or with ``--json`` plain data."""
     from ...common.config.checks.choices import why_not_started
     from ...common.run_folder import RunFolder
@@ -88,8 +90,6 @@ def _plan(
     from ..run import dry_run
     from ..run.processes.parts import command_of, environment_of
 
-    config = preset.resolve(overrides)
-    preset.tell_unread(overrides)
     assert config.run.dir is not None
     folder = RunFolder(config.run.dir)
     planned_for = node(
@@ -99,7 +99,6 @@ def _plan(
         kind=arguments.gpu,
         memory_gb=arguments.gpu_memory,
     )
-    _check_lengths(arguments, config)
     lengths = {
         "prompt_tokens": arguments.prompt_tokens,
         "response_tokens": arguments.response_tokens,
@@ -108,17 +107,19 @@ def _plan(
     if arguments.splits and is_stage and config.learner.source == "offline":
         said = "no splits: offline nothing is generated, and the learner has all GPUs"
         return None if arguments.json else [said]
+    tried = None
     if arguments.splits:
         tried = splits(preset.name, config, planned_for, **lengths)
         if arguments.json:
             return [split.as_dict() for split in tried]
         placement = planning.on_paper(config, machine(), planned_for)
-        plan = planning.make(preset.name, config, planned_for, placement, **lengths)
-        return text.splits(plan, tried)
-    placement = planning.for_node(config, planned_for)
+    else:
+        placement = planning.for_node(config, planned_for)
     plan = planning.make(preset.name, config, planned_for, placement, **lengths)
     if refusal := why_not_started(config):
         plan = replace(plan, problems=(refusal, *plan.problems))
+    if tried is not None:
+        return text.splits(plan, tried)
     comparison = _measured(plan) if arguments.measure else None
     if arguments.json:
         as_json = {**plan.as_dict(), "run": str(folder.path)}
@@ -135,15 +136,20 @@ def _plan(
     return lines if comparison is None else [*lines, "", *comparison.lines()]
 
 
-def _check_lengths(arguments: argparse.Namespace, config: Config) -> None:
-    """Refuses numbers of the options about lengths that can't be."""
+def _check_lengths(arguments: argparse.Namespace, configs: Mapping[str, Config]) -> None:
+    """Refuses numbers of the options about lengths that can't be in any of these runs, stages by their labels. Each run
+    cuts what is over its own limits."""
     from ...common.errors import ConfigError
 
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    for option, tokens, key, limit in (
-        ("--prompt-tokens", arguments.prompt_tokens, "data.max_prompt_tokens", prompt),
-        ("--response-tokens", arguments.response_tokens, "rollout.max_new_tokens", response),
+    for option, tokens, section, name in (
+        ("--prompt-tokens", arguments.prompt_tokens, "data", "max_prompt_tokens"),
+        ("--response-tokens", arguments.response_tokens, "rollout", "max_new_tokens"),
     ):
+        limits = {
+            f"{label}.{section}.{name}".removeprefix("."): getattr(getattr(config, section), name)
+            for label, config in configs.items()
+        }
+        key, limit = max(limits.items(), key=lambda one: one[1])
         if tokens is not None and not 0 < tokens <= limit:
             raise ConfigError(
                 f"{option} {tokens:g} should be a number of tokens above 0, and at most {key}={limit}"

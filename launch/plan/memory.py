@@ -206,6 +206,9 @@ def states(config: Config, n: int, t: int, optimizer: OptimizerConfig) -> dict[s
     a rank's share and one bucket. Optimizer: its moments (:func:`moment_bytes`), and the fp32 master copy of
     half-precision weights (and of fp32 ones under ZeRO), unless they are offloaded. Each is divided by the
     number of ranks from its ZeRO stage on: optimizer 1, gradients 2, weights 3.
+
+    With ``learner.train=false`` there are no moments and no gradients of a backward pass. Sums of gradients and the
+    master copy remain, since DeepSpeed makes them at the start (the sums of ZeRO-2 it gives up again).
     """
     learner, e, stage = config.learner, element(config), config.zero_stage()
     ranks = learner.ranks
@@ -216,9 +219,11 @@ def states(config: Config, n: int, t: int, optimizer: OptimizerConfig) -> dict[s
     if stage >= 2:
         shared = 0 if stage == 3 and learner.offload != "none" else gradients // ranks
         gradients = shared + 4 * min(zero_setting(config, "reduce_bucket_size", REDUCE_BUCKET), t)
+    elif not learner.train:
+        gradients = gradients if stage == 1 else 0
     elif stage == 1:
         gradients += e * t
-    moments = moment_bytes(optimizer) * t
+    moments = moments_of(config, optimizer, t)
     own = (moments + (4 * t if stage or e == 2 else 0)) // (ranks if stage else 1)
     return {
         "weights": weights,
@@ -241,7 +246,12 @@ def offloaded(config: Config, n: int, t: int, optimizer: OptimizerConfig) -> tup
         return 0, 0
     further = 4 if stage == 3 else 2 * e if (stage, e) == (2, 4) else e
     pinned = (4 + 4 + further) * t + (e * n if learner.offload == "parameters" else 0)
-    return (moment_bytes(optimizer) * t + pinned) // learner.ranks, pinned // learner.ranks
+    return (moments_of(config, optimizer, t) + pinned) // learner.ranks, pinned // learner.ranks
+
+
+def moments_of(config: Config, optimizer: OptimizerConfig, t: int) -> int:
+    """Bytes of the moments of t trained parameters; the first step makes them, so that without steps there are none."""
+    return moment_bytes(optimizer) * t if config.learner.train else 0
 
 
 def critic_shape(config: Config, shape: ModelShape) -> ModelShape:

@@ -136,7 +136,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _BIASED = ("qwen2", "qwen2_moe")
 """Model types whose queries, keys and values have biases unless their config says otherwise."""
 _TIED = (
-    *("cohere", "cohere2", "ernie4_5", "lfm2", "minicpm3", "smollm3", "starcoder2"),
+    *("biogpt", "cohere", "cohere2", "cohere_compass_text", "ernie4_5", "granite_swa", "lfm2"),
+    *("minicpm3", "modernbert-decoder", "smollm3", "starcoder2", "youtu", "zamba", "zamba2"),
     *("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text"),
     *("recurrent_gemma", "vaultgemma"),
 )

@@ -113,8 +113,8 @@ def load(
     response_tokens: float | None = None,
     spread: float | None = None,
 ) -> Load:
-    """The work of a step of this config; lengths are shares of their limits unless given, and those of
-    blocks (``data.pack_tokens``) are theirs."""
+    """The work of a step of this config; lengths are shares of their limits unless given, at most those limits, and
+    those of blocks (``data.pack_tokens``) are theirs."""
     groups = config.replay.groups_per_step
     limit = config.rollout.max_new_tokens
     offline = config.learner.source == "offline"
@@ -122,7 +122,8 @@ def load(
     if block is not None:
         prompt, lengths = 0.0, Lengths(mean=block, limit=block, spread=0.0)
     else:
-        prompt = prompt_tokens or PROMPT_SHARE * config.data.max_prompt_tokens
+        longest = config.data.max_prompt_tokens
+        prompt = min(longest, prompt_tokens or PROMPT_SHARE * longest)
         lengths = Lengths(
             mean=min(limit, response_tokens or RESPONSE_SHARE * limit),
             limit=limit,

@@ -67,10 +67,11 @@ def whole(plan: Plan) -> list[str]:
         "",
     ]
     lines += memory(plan)
-    lines += ["", *step(plan)]
-    if plan.problems:
-        lines += ["", "problems", *(f"  - {one}" for one in plan.problems)]
-    return lines
+    return [*lines, "", *step(plan), *_problems(plan, "problems")]
+
+
+def _problems(plan: Plan, title: str) -> list[str]:
+    return ["", title, *(f"  - {one}" for one in plan.problems)] if plan.problems else []
 
 
 def memory(plan: Plan) -> list[str]:
@@ -205,17 +206,20 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
             "replay.max_staleness"
         ),
     ]
+    reasons: dict[str, list[str]] = {}
     for ranks, workers in dict.fromkeys((split.ranks, split.workers) for split in tried):
         here = [s for s in tried if (s.ranks, s.workers) == (ranks, workers)]
         first = here[0]
         pinned = f", {human(first.plan.pinned())} of it pinned"
-        fits = "" if first.fits else ", DOES NOT FIT"
+        if first.plan.problems:
+            reasons.setdefault(first.plan.problems[0], []).append(f"{ranks} + {workers}")
+        runs = "" if first.fits else ", WOULD NOT RUN"
         lines += [
             "",
             (
                 f"{ranks} rank{'s' * (ranks > 1)} + {workers} "
                 f"engine{'s' * (workers > 1)}: fullest GPU {first.plan.fullest():.0%}, main "
-                f"memory {human(first.plan.host())}{pinned}{fits}"
+                f"memory {human(first.plan.host())}{pinned}{runs}"
             ),
         ]
         rows: list[tuple[str, ...]] = [("staleness", *(str(s.staleness) for s in here))]
@@ -223,10 +227,13 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
         rows.append(("learner waits", *(f"{s.simulated.learner_waits:.0%}" for s in here)))
         rows.append(("engines wait", *(f"{s.simulated.engines_wait:.0%}" for s in here)))
         lines += _columns(rows)
-    lines.append("")
     possible = [split for split in tried if split.fits]
+    if reasons:
+        lines += ["", "would not run" if possible else "no split would run"]
+        lines += [f"  - {', '.join(names)}: {why}" for why, names in reasons.items()]
     if not possible:
-        return [*lines, f"no split fits: {tried[0].plan.problems[0]}"]
+        return lines
+    lines.append("")
     best = min(possible, key=lambda split: split.simulated.step)
     before, changed = plan.config, best.plan.config
     rollout, further = changed.rollout, ""
@@ -251,7 +258,7 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
             + (f"{len(better)} of these are" if better else "none of these is")
             + " more than 5% faster"
         )
-    return lines
+    return lines + _problems(plan, "problems of this preset")
 
 
 def _operations(config: Config) -> str:

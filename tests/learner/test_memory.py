@@ -11,7 +11,7 @@ import torch
 
 from tandem.common.memory import begin_again
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
-from tandem.learner.engine.memory import MemoryWatch
+from tandem.learner.engine.memory import MemoryWatch, held_by
 from tandem.learner.objectives import make
 from tandem.learner.rows.microbatch import micro_batch
 from tandem.learner.rows.packing import plan
@@ -63,6 +63,23 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte(
         "optimizer": optimizer,
     }.items():
         assert 0 <= counted[part] - expected * size < 0.15 * size, part
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "gradients", "optimizer"),
+    [(0, "float32", 0, 0), (0, "bfloat16", 0, 4), (1, "bfloat16", 4, 4), (2, "bfloat16", 0, 4)],
+)
+def test_before_a_step_there_are_no_moments(
+    stage: int, dtype: str, gradients: int, optimizer: int, made_up: ModuleType
+) -> None:
+    """As it stays with ``learner.train=false``, which the plan counts on."""
+    config = made_up.config_of(learner={"zero_stage": stage}, model={"dtype": dtype})
+    model = made_up.tiny_model(dtype=getattr(torch, dtype))
+    engine = DeepSpeedEngine(model, config, CPU)
+    held = held_by(engine.policy, engine._engine.optimizer)
+    for part, expected in {"gradients": gradients, "optimizer": optimizer}.items():
+        more = held[part].get("cpu", 0) - expected * engine.parameter_count()
+        assert 0 <= more < 0.15 * engine.parameter_count(), part
 
 
 @pytest.mark.skipif(not begin_again(), reason="the kernel's mark can't be set back here")

@@ -281,6 +281,28 @@ def test_one_fp32_rank_has_nothing_to_divide() -> None:
     assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * N, 4 * N, 8 * N)
 
 
+@pytest.mark.parametrize(
+    ("stage", "gradients", "optimizer"),
+    [
+        # The master copy alone; sums of gradients as DeepSpeed makes them before the first step.
+        (0, 0, 4 * N),
+        (1, 4 * N, N),
+        (2, N + 4 * N, N),
+        (3, N + 4 * N, N),
+    ],
+)
+def test_without_training_there_are_no_moments(stage: int, gradients: int, optimizer: int) -> None:
+    sampling = ("learner.train=false", "log.archive=true", f"learner.zero_stage={stage}")
+    ranks = f"learner.ranks={4 if stage else 1}"
+    found = memory.learner(config(*sampling, ranks), SMALL, "cuda", rank=1).parts
+    assert (found["gradients"], found["optimizer"]) == (gradients, optimizer)
+    if stage:
+        away = config(*sampling, ranks, "learner.offload=optimizer")
+        with_steps = config(f"learner.zero_stage={stage}", ranks, "learner.offload=optimizer")
+        saved = [memory.offloaded(one, N, N, one.learner.optimizer) for one in (with_steps, away)]
+        assert (saved[0][0] - saved[1][0], saved[0][1] - saved[1][1]) == (8 * N // 4, 0)
+
+
 def test_the_bucket_stops_growing_with_the_model() -> None:
     large = replace(SMALL, counted=8_000_000_000)
     found = memory.learner(config("learner.ranks=4"), large, "cuda", rank=1).parts

@@ -46,12 +46,16 @@ def test_a_mixture_has_all_its_experts_and_multiplies_by_those_that_are_chosen(
 
 def test_a_model_is_tied_by_default_as_its_class_in_transformers_is() -> None:
     """Saved configs leave a setting out that has its default."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    for kind in sorted({family.kind for family in families.FAMILIES}):
+    kinds = {family.kind for family in families.FAMILIES}
+    # Encoders that may be used as decoders are left out.
+    kinds |= {"biogpt", "granite_swa", "modernbert-decoder", "youtu", "zamba", "zamba2"}
+    kinds |= {"cohere_compass_text", *sizes._TIED}
+    for kind in sorted(kinds & set(CONFIG_MAPPING)):
         settings = AutoConfig.for_model(kind)
         content = settings.to_dict()
-        tied = content.pop("tie_word_embeddings")
+        tied = content.pop("tie_word_embeddings", settings.tie_word_embeddings)
         shape = sizes.from_config(kind, content)
         if shape is not None:
             assert (kind, shape.tied) == (kind, tied)

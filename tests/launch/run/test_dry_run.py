@@ -295,6 +295,21 @@ def test_splits_are_told_with_memory_time_and_who_waits(
     assert {one["ranks"] + one["workers"] for one in told} == {4}
 
 
+def test_splits_that_would_not_run_are_told_with_why(capsys: pytest.CaptureFixture[str]) -> None:
+    fresh = ("run.deterministic=true", "rollout.engine=torch")
+    words = ("plan", "qwen2.5-math-1.5b-grpo-2gpu", *fresh, "--splits")
+    small = tandem(capsys, *words, "--gpus", "3", "--gpu-memory", "30")[1]
+    heads = [line for line in small.splitlines() if "fullest GPU" in line]
+    assert [line.endswith(", WOULD NOT RUN") for line in heads] == [True, False]
+    assert "\nwould not run\n  - 1 + 2: GPU 0 would hold " in small
+    assert "\nfastest: learner.ranks=2 rollout.workers=1 " in small
+    three = ("rollout.engine=vllm", "rollout.gpus_per_worker=3", "run.deterministic=false")
+    none = tandem(capsys, *words, *three, "--gpus", "7", "--gpu-memory", "80")[1]
+    reasons = none.partition("\nno split would run\n")[2].splitlines()
+    assert len(reasons) == 1
+    assert reasons[0].startswith("  - 1 + 2, 4 + 1: rollout.gpus_per_worker: 3 ranks of vLLM can't")
+
+
 def test_splits_keep_to_fresh_samples_where_the_run_needs_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -381,6 +396,21 @@ def test_the_stages_of_a_preset_are_one_object_of_json_by_their_names(
     }
 
 
+def test_each_stage_cuts_lengths_that_only_another_one_allows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("plan", "miniature-sft-rl", "sft.data.max_prompt_tokens=40")
+    given = ("--prompt-tokens", "40", "--response-tokens", "45", "rl.rollout.max_new_tokens=44")
+    plans = json.loads(tandem(capsys, *words, *given, "--json")[1])
+    steps = [plans[label]["step"] for label in ("sft", "rl")]
+    assert [(one["prompt_tokens"], one["response_tokens"]) for one in steps] == [(40, 45), (32, 44)]
+    # Nothing is printed before lengths that no stage allows are refused.
+    code, out, err = tandem(capsys, *words, "--prompt-tokens", "41")
+    assert (code, out) == (2, "")
+    assert "--prompt-tokens 41 should be" in err
+    assert "at most sft.data.max_prompt_tokens=40" in err
+
+
 def test_a_stage_that_generates_nothing_has_no_splits(capsys: pytest.CaptureFixture[str]) -> None:
     # One bound, so that it takes no time.
     one = ("rl.run.deterministic=true", "rl.rollout.engine=torch")
@@ -415,6 +445,18 @@ def test_what_a_start_would_refuse_is_a_problem_of_the_plan(
     assert code == 0
     problems = out.partition("\nproblems\n")[2].splitlines()
     assert problems[0].startswith(f"  - {why}")
+
+
+def test_splits_tell_why_the_preset_that_they_are_compared_with_would_not_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("plan", "qwen2.5-math-1.5b-grpo-2gpu", "--gpu", "H100", "--gpus", "2", "--splits")
+    assert "problems" not in tandem(capsys, *words)[1]
+    unclipped = "learner.objective={clip_low: null, clip_high: null}"
+    code, out, _ = tandem(capsys, *words, "replay.max_staleness=6", unclipped)
+    assert code == 0
+    problems = out.partition("\nproblems of this preset\n")[2].splitlines()
+    assert problems[0].startswith("  - learner.objective.clip_low=null and clip_high=null leave")
 
 
 def test_a_node_with_too_few_gpus_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
