@@ -951,6 +951,45 @@ def test_where_wrong_responses_are_learned_from_those_that_are_graded_wrong_stay
     assert judged(offline(mine, *graded)) == judged(offline("sft", graded[0])) == found[:1]
 
 
+def test_no_wrong_response_is_learned_from_as_a_good_one_because_its_form_is_paid(
+    made: Path,
+) -> None:
+    said = [("3", "\\boxed{3}"), ("4", "\\boxed{3}"), ("4", "3")]
+    own_rows(made, *({"prompt": "1+2=?", "response": text, "gold": gold} for gold, text in said))
+    boxed = "{name: format, weight: 0.1, params: {style: boxed}}"
+    graded = (
+        f"reward.components=[{{name: accuracy}}, {boxed}]",
+        "learner.objective.advantage=none",
+    )
+    found = offline("kto", *graded)
+    assert [(verdict, paid) for _, _, verdict, paid, _ in judged(found)] == [
+        ("correct", 1.1),
+        ("wrong", 0.0),
+    ]
+    assert found.counts["own"].refused_traces == {"wrong and yet paid": 1}
+    # Whoever names verdicts gets them, whatever they are paid.
+    assert len(offline("kto", *graded, "expert.accept=[correct,wrong]").traces) == 2
+
+
+def test_a_response_without_a_reward_is_no_trace(made: Path) -> None:
+    """Its row would be left out of every step."""
+    own_rows(made, {"prompt": "1+2=?", "response": "<answer>1+2</answer>", "gold": "3"})
+    with pytest.raises(DataError, match="1 traces graded .* without a reward"):
+        offline("kto", "learner.objective.advantage=none", "reward.components=[{name: equation}]")
+
+
+def test_responses_that_are_graded_wrong_are_no_traces_where_pairs_are_learned_from(
+    made: Path,
+) -> None:
+    """They are alone in their groups, and in no pair."""
+    own_rows(made, {"prompt": "1+2=?", "response": "\\boxed{3}", "gold": "4"})
+    (made / "pairs.jsonl").write_text(json.dumps(PAIR) + "\n")
+    both = "data.train=[{path: d/own.jsonl}, {path: d/pairs.jsonl}]"
+    found = offline("dpo", both, "reward.components=[{name: accuracy}]")
+    assert [trace.trace_id for trace in found.traces] == ["pairs/0#0", "pairs/0#1"]
+    assert found.counts["own"].refused_traces == {"wrong": 1}
+
+
 def test_a_response_that_is_labelled_false_is_wrong_whatever_its_columns_are_called(
     made: Path,
 ) -> None:
