@@ -211,6 +211,13 @@ def test_messages_that_a_pair_shares_may_be_a_part_of_its_prompt(tmp_path: Path)
         return {"prompt": prompt, **pair}
 
     rows = [row(whole, [last]), row([last], whole), row(whole, whole), row("2+2?", whole)]
+    # A beginning of it, nothing, and messages that go on from the column.
+    rows += [
+        row(whole[:2], whole),
+        row(whole[:3], whole),
+        row([], whole),
+        row(whole[:2], whole[2:]),
+    ]
     for found in all_of(write_lines(tmp_path / "a.jsonl", rows)):
         assert [one.content for one in found.content.prompt] == [one["content"] for one in whole]
     with pytest.raises(DataError, match=r"column prompt: .* two different conversations: leave"):
