@@ -1046,7 +1046,8 @@ def test_an_answer_is_not_learned_without_what_its_message_says_beside_its_conte
         }[form]
 
     # Values that say nothing more.
-    no_more = [{}, {"tool_calls": []}, {"tool_calls": None}, {"reasoning_content": " "}]
+    no_call = {"function_call": {"name": None, "arguments": None}}
+    no_more = [{}, {"tool_calls": []}, no_call, {"reasoning_content": " "}]
     own_rows(made, row(more), *map(row, no_more))
     accepts = "expert.accept=[correct, unparsable]"
     found = offline("dpo" if form == "preference" else "sft", accepts)
@@ -1062,9 +1063,14 @@ def test_an_answer_is_not_learned_without_what_its_message_says_beside_its_conte
 
 
 def test_thoughts_that_the_content_repeats_are_read(made: Path) -> None:
-    answer = {"role": "assistant", "content": "Why not?</think>3", "reasoning_content": "Why not?"}
-    own_rows(made, {"messages": [{"role": "user", "content": "1+2=?<think>"}, answer]})
-    assert [trace.text for trace in offline("sft").traces] == [answer["content"]]
+    said, thought = "Why\n\nnot?</think>3", {"reasoning_content": "Why\nnot? "}
+    messages = [
+        {"role": "user", "content": "1+2=?<think>"},
+        {"role": "assistant", "content": said, **thought},
+    ]
+    shared = [{"from": "human", "value": "1+2=?<think>"}, {"from": "gpt", "value": said, **thought}]
+    own_rows(made, {"messages": messages}, {"messages": shared})
+    assert [trace.text for trace in offline("sft").traces] == [said] * 2
 
 
 def test_a_labelled_row_among_pairs_needs_an_advantage_of_its_own(made: Path) -> None:

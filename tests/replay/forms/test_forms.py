@@ -515,6 +515,14 @@ def test_a_form_can_be_a_function_of_the_users(tmp_path: Path, monkeypatch: pyte
     assert left_out.counts == {"row was left out by own_forms:read": 1}
 
 
+def test_sharegpts_answers_keep_their_calls_where_a_template_writes_them(tmp_path: Path):
+    calls = [{"function": {"name": "look", "arguments": {}}}]
+    answer = {"from": "gpt", "value": "I look.", "tool_calls": calls}
+    row = {"conversations": [{"from": "human", "value": "q"}, answer]}
+    (found,) = read_rows(write_lines(tmp_path / "a.jsonl", [row]), whole=True)
+    assert found.content.turns == (said("assistant", "I look.", tool_calls=calls),)
+
+
 def test_numbers_beyond_64_bits_stay_numbers_where_a_template_writes_them(tmp_path: Path):
     call = {"function": {"name": "pay", "arguments": {"wei": 10**21}}}
     row = {"messages": [said("user", "q"), said("assistant", "", tool_calls=[call])]}
