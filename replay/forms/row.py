@@ -31,6 +31,8 @@ HISTORY = "history"
 """Column that may hold the turns before a question."""
 DEEPEST = 6
 """Levels of nesting of a column that is kept; a record may have eight."""
+MAX_BYTES = 1_000
+"""Most bytes of a column that is kept: they become text, and an image would be of no use to anyone."""
 
 
 class Message(Struct, frozen=True, kw_only=True, gc=False):
@@ -446,12 +448,21 @@ def _is_blank(value: Any) -> bool:
 
 
 def others(row: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:
-    """The row's other columns as plain values, without empty and very deep ones."""
+    """The row's other columns as plain values, without empty, very deep and long binary ones."""
     return {
         str(name): plain(value)
         for name, value in row.items()
-        if not (name in used or is_missing(value) or is_deeper(value))
+        if not (name in used or is_missing(value) or is_deeper(value) or _bytes(value) > MAX_BYTES)
     }
+
+
+def _bytes(value: Any) -> int:
+    """Number of bytes in a value that are binary."""
+    if isinstance(value, bytes):
+        return len(value)
+    if not isinstance(value, Mapping | list | tuple):
+        return 0
+    return sum(map(_bytes, value.values() if isinstance(value, Mapping) else value))
 
 
 def plain(value: Any, *, travels: bool = True) -> Any:
