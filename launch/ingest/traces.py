@@ -229,15 +229,16 @@ class TraceReader:
             counts.ungraded_traces += 1
 
     def _continued(self, draft: Draft, text: str) -> str:
-        """A response without what the prompt ends with already: the prefill, or an opener of thoughts and the space that
-        the prompt has behind it."""
-        prefill = self._config.data.prefill
-        if prefill and text.startswith(prefill):
-            return text.removeprefix(prefill)
+        """A response without what the prompt ends with already, the prefill or an opener of thoughts, and without the
+        space that the prompt has behind it."""
+        begin = self._config.data.prefill.strip() or OPENER
         opened, said = draft.text.rstrip(), text.lstrip()
-        if not (opened.endswith(OPENER) and said.startswith(OPENER)):
+        if not (opened.endswith(begin) and said.startswith(begin)):
             return text
-        space, rest = draft.text[len(opened) :], said.removeprefix(OPENER)
+        space, rest = draft.text[len(opened) :], said.removeprefix(begin)
+        if begin[-1].isalnum() and rest[:1].isalnum():
+            # It begins with a longer word or number.
+            return text
         if rest.startswith(space):
             return rest.removeprefix(space)
         # The prompt has other space in the place of the response's.

@@ -342,6 +342,11 @@ def test_the_opener_that_the_prompt_ends_with_is_taken_off_the_trace(made: Path)
     [
         ("Sum: ", "Sum: 7", "7"),
         ("Sum: ", "7", "7"),
+        ("Sum: ", "Sum:\n7", "7"),
+        ("Sum: ", " Sum: 7", "7"),
+        ("Sum ", "Sums 7", "Sums 7"),
+        ("1", "17", "17"),
+        ("1", "1+7", "+7"),
         ("<think>\nSo ", "<think>\nSo 7", "7"),
         ("<think>\n", "<think>\n7", "7"),
         ("<think>\n", "<think>7", "7"),
@@ -364,6 +369,17 @@ def test_an_opener_is_taken_off_whatever_space_is_about_it(
     found = offline("dpo", "data.template=none", f"data.prefill={json.dumps(prefill)}")
     assert found.problems[0].prompt_text == f"3+4=?{prefill}"
     assert [trace.text for trace in found.traces] == [learned, learned.replace("7", "8")]
+
+
+def test_long_tests_stand_behind_a_problems_other_columns(made: Path) -> None:
+    """As in older versions, whose runs go on with data of the same digest."""
+    tests = [f"assert f({n}) == {n}" for n in range(200)]
+    own_rows(made, {"prompt": "Write f", "tests": tests, "level": "easy", "text": "x" * 1_001})
+    found = prepared(
+        *("data.train=[{path: d/own.jsonl}]", "data.evaluate=[]", "expert.per_group=0"),
+        "reward.components=[{name: code}]",
+    )
+    assert list(found.problems[0].extra) == ["level", "tests"]
 
 
 def with_probabilities(made: Path, opener: str, more: int) -> ingest.Prepared:
@@ -968,13 +984,13 @@ def test_no_wrong_response_is_learned_from_as_a_good_one_because_its_form_is_pai
     ]
     assert found.counts["own"].refused_traces == {"wrong and yet paid": 1}
     # Whoever names verdicts gets them, whatever they are paid.
-    assert len(offline("kto", *graded, "expert.accept=[correct,wrong]").traces) == 2
+    assert len(offline("kto", *graded, "expert.accept=[correct,wrong]").traces) == 3
 
 
 def test_a_response_without_a_reward_is_no_trace(made: Path) -> None:
     """Its row would be left out of every step."""
     own_rows(made, {"prompt": "1+2=?", "response": "<answer>1+2</answer>", "gold": "3"})
-    with pytest.raises(DataError, match="1 traces graded .* without a reward"):
+    with pytest.raises(DataError, match=r"1 traces graded .* without a reward"):
         offline("kto", "learner.objective.advantage=none", "reward.components=[{name: equation}]")
 
 
