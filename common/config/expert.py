@@ -18,8 +18,8 @@ class ExpertConfig(Section):
     ``all_failed``: all G own samples are asked for, and if none of them is correct, traces
     replace some of them, drawn by key."""
     accept: tuple[str, ...] = ("correct",)
-    """Verdicts with which a trace may enter. Offline, the default lets wrong ones enter as well if the objective
-    learns from these too (``kto``)."""
+    """Verdicts with which a trace may enter. Offline, the default lets wrong ones that are paid nothing enter as well
+    if the objective learns from single wrong ones too (``kto``), whether it is given or not."""
     negative: bool = False
     """Let expert tokens with a negative advantage into the loss."""
     prefix: PrefixSchedule | None = None

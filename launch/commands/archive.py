@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ...common.errors import ConfigError, DataError
-from ...common.records import ExpertTrace, Group, Sample, Verdict
+from ...common.records import ExpertTrace, Group, Sample
 from ...common.run_folder import RunFolder, existing
 from ...replay import archive
 from ...replay.archive_columns import ArchivedGroup
@@ -101,9 +101,6 @@ def _regrade(words: list[str], files: list[Path], counts: SourceCounts, stack: E
         )
     config = load(name).resolve(overrides)
     reward = config.reward
-    # Preferences are learned from wrong traces as well.
-    rejects = config.learner.objective.rejects
-    verdicts = [one.value for one in Verdict] if rejects else config.expert.accept
     for line in regrading.check(reward, files):
         print(line, file=sys.stderr)
     check_servers(reward)
@@ -123,7 +120,7 @@ def _regrade(words: list[str], files: list[Path], counts: SourceCounts, stack: E
                 yield trace
                 continue
             (grade,) = experts.grade_texts([item_of(trace, one.group)])
-            kept = accepted(trace, grade, experts.name, verdicts, counts)
+            kept = accepted(trace, grade, experts.name, config, counts)
             if kept is not None:
                 yield kept
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 from msgspec.structs import replace
 
+from ...common.config import Config
+from ...common.config.expert import ExpertConfig
+from ...common.config.groups import has_groups
 from ...common.records import ExpertTrace, Group, Int32Array, Problem, Source, Verdict
 from ...reward.grades import Grade, GradeItem
 from .counts import SourceCounts
@@ -37,12 +38,29 @@ def _last_answer(trace: ExpertTrace) -> Int32Array:
     return trace.tokens[np.split(written, np.flatnonzero(np.diff(written) > 1) + 1)[-1]]
 
 
+def trains_on_traces(config: Config) -> bool:
+    """Whether a run trains on stored responses alone."""
+    return not has_groups(config)
+
+
+def admitted(config: Config) -> tuple[str, ...]:
+    """Verdicts with which graded traces are let in."""
+    if not _learns_from_wrong_ones(config):
+        return config.expert.accept
+    # A failure of the grader says nothing of a text.
+    return tuple(verdict.value for verdict in Verdict if not verdict.leaves_baseline)
+
+
+def _learns_from_wrong_ones(config: Config) -> bool:
+    """Whether traces that are graded wrong are let in although ``expert.accept`` is at its default."""
+    objective = config.learner.objective
+    # A graded trace is alone in its group, so that one which compares the rows of groups learns nothing from it.
+    alone = objective.rejects and objective.unit == "row"
+    return trains_on_traces(config) and alone and config.expert.accept == ExpertConfig().accept
+
+
 def accepted(
-    trace: ExpertTrace,
-    grade: Grade,
-    grader: str,
-    verdicts: Collection[str],
-    counts: SourceCounts,
+    trace: ExpertTrace, grade: Grade, grader: str, config: Config, counts: SourceCounts
 ) -> ExpertTrace | None:
     """The trace with its grade; None if it isn't let in, which is counted.
 
@@ -50,12 +68,11 @@ def accepted(
         trace: the trace, whatever grade it has.
         grade: the new one.
         grader: ``name@version`` of the grader.
-        verdicts: those that are let in.
+        config: what is let in.
         counts: of what was left out.
     """
-    if grade.verdict.value not in verdicts:
-        name = grade.verdict.value
-        counts.refused_traces[name] = counts.refused_traces.get(name, 0) + 1
+    if (why := _refusal(grade, config)) is not None:
+        counts.refused_traces[why] = counts.refused_traces.get(why, 0) + 1
         return None
     if grade.verdict is Verdict.CORRECT and not grade.reward:
         # Its row would be below the baseline, so that the expert's tokens would be unlearned.
@@ -68,3 +85,16 @@ def accepted(
         components=grade.components,
         grader=grader,
     )
+
+
+def _refusal(grade: Grade, config: Config) -> str | None:
+    """Why a trace of this grade isn't let in, beginning with its verdict; None if it is, or if it is paid nothing."""
+    verdict = grade.verdict.value
+    if verdict not in admitted(config):
+        return verdict
+    if grade.reward is None:
+        return f"{verdict} without a reward"
+    if grade.verdict is Verdict.CORRECT or grade.reward <= 0:
+        return None
+    # It would be learned from as a good one, which nobody has asked for who names no verdicts.
+    return f"{verdict} and yet paid" if _learns_from_wrong_ones(config) else None

@@ -31,7 +31,8 @@ class SourceCounts:
     over_limit: int = 0
     """Rows that can be used and were read, but come after as many as the source's ``limit`` says."""
     refused_traces: dict[str, int] = field(default_factory=dict)
-    """Traces left out because ``expert.accept`` lacks their verdict, by verdict."""
+    """Traces left out because ``expert.accept`` lacks their verdict, or because it and their reward don't go together,
+    by what they were graded."""
     unpaid_traces: int = 0
     """Traces left out because they are correct but their reward is 0, as with a closed gate."""
     ungraded_traces: int = 0

@@ -27,12 +27,13 @@ from ...replay.forms import check_form
 from ...replay.forms import data_files as files_of
 from ...reward.grading import Grader
 from ..host.preflight import TOKENIZER_SETTINGS, check_model
+from .accepting import admitted, trains_on_traces
 from .archived import of_archive
 from .counts import SourceCounts
 from .pack import NAME as PACKED
 from .pack import packed
 from .rows import SourceReader
-from .traces import admitted, needs_traces, trains_on_traces
+from .traces import needs_traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,13 +28,14 @@ from ...replay.forms.conversation import unused_tools
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grader
 from . import turns
+from .accepting import trains_on_traces
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
 from .chunk import Chunk, first_of
 from .columns import broken, check_template, extra_of, task_of, with_tests
 from .counts import SourceCounts, drawn
 from .drafts import Draft, leave_out
 from .repeats import joined
-from .traces import TraceReader, needs_traces, trains_on_traces
+from .traces import TraceReader, needs_traces
 
 CHUNK_ROWS = 1024
 SHOWN_TASK = 400

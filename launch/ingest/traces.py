@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 
 from ...common import prompts
 from ...common.config import Config, SourceConfig
-from ...common.config.expert import ExpertConfig
-from ...common.config.groups import has_groups, replays_own
+from ...common.config.groups import replays_own
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, Float32Array, Verdict
 from ...replay.forms import RowError
 from ...replay.forms.conversation import unread_label
 from ...reward.grading import Grade, Grader
 from . import turns
-from .accepting import accepted, item_of
+from .accepting import accepted, item_of, trains_on_traces
 from .counts import SourceCounts
 from .drafts import Draft, leave_out
 
@@ -27,24 +26,9 @@ OPENER = "<think>"
 """What the rendered prompt may end with; a trace that repeats it loses it."""
 
 
-def trains_on_traces(config: Config) -> bool:
-    """Whether a run trains on stored responses alone."""
-    return not has_groups(config)
-
-
 def needs_traces(config: Config) -> bool:
     """Whether the data's expert traces are used at all; if not, they needn't be graded."""
     return (config.expert.per_group > 0 and not replays_own(config)) or trains_on_traces(config)
-
-
-def admitted(config: Config) -> tuple[str, ...]:
-    """Verdicts with which graded traces are let in."""
-    given = config.expert.accept
-    rejects = trains_on_traces(config) and config.learner.objective.rejects
-    if not rejects or given != ExpertConfig().accept:
-        return given
-    # Such a run learns from the wrong ones as well; a failure of the grader says nothing of a text.
-    return tuple(verdict.value for verdict in Verdict if not verdict.leaves_baseline)
 
 
 class TraceReader:
@@ -116,9 +100,7 @@ class TraceReader:
             return drafts
         for draft, grade in zip(with_trace, grades, strict=True):
             assert draft.trace is not None
-            draft.trace = accepted(
-                draft.trace, grade, self._grader.name, admitted(self._config), counts
-            )
+            draft.trace = accepted(draft.trace, grade, self._grader.name, self._config, counts)
         if not needs_traces(self._config):
             for draft in drafts:
                 draft.trace = None
@@ -247,15 +229,16 @@ class TraceReader:
             counts.ungraded_traces += 1
 
     def _continued(self, draft: Draft, text: str) -> str:
-        """A response without what the prompt ends with already: the prefill, or an opener of thoughts and the space that
-        the prompt has behind it."""
-        prefill = self._config.data.prefill
-        if prefill and text.startswith(prefill):
-            return text.removeprefix(prefill)
+        """A response without what the prompt ends with already, the prefill or an opener of thoughts, and without the
+        space that the prompt has behind it."""
+        begin = self._config.data.prefill.strip() or OPENER
         opened, said = draft.text.rstrip(), text.lstrip()
-        if not (opened.endswith(OPENER) and said.startswith(OPENER)):
+        if not (opened.endswith(begin) and said.startswith(begin)):
             return text
-        space, rest = draft.text[len(opened) :], said.removeprefix(OPENER)
+        space, rest = draft.text[len(opened) :], said.removeprefix(begin)
+        if begin[-1].isalnum() and rest[:1].isalnum():
+            # It begins with a longer word or number.
+            return text
         if rest.startswith(space):
             return rest.removeprefix(space)
         # The prompt has other space in the place of the response's.

@@ -318,30 +318,26 @@ class OfflineSource(StoredSource):
         self._cache = TraceCache(runs)
         self._seed = config.run.seed
         self._size = config.replay.groups_per_step
-        # Of a pair the rejected response is wrong, and is what a preference is learned from.
-        rejects = config.learner.objective.rejects
-        accepted = self._accepted(None if rejects else set(config.expert.accept))
+        # Those whose verdict may not enter were left out of the ledger.
+        accepted = self._accepted()
         self._held_out = self._drawn_out(accepted, config.data.heldout_pairs)
         self._ids = [names for name, names in accepted.items() if name not in self._held_out]
         if not self._ids:
             raise DataError(
-                f"learner.source=offline: the data has no expert trace with a verdict in "
-                f"expert.accept={list(config.expert.accept)}: name a source with a target column"
+                "learner.source=offline: the data has no expert trace: name a source with a target column"
             )
         self._drawn: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
         whole = (config.run.passes or 0) * len(self._ids)
         self._last = whole if config.run.passes else None
         self.total_steps = config.run.steps or math.ceil(whole / self._size)
 
-    def _accepted(self, verdicts: set[str] | None) -> dict[str, tuple[str, ...]]:
-        """Trace ids of each problem; None accepts every verdict."""
+    def _accepted(self) -> dict[str, tuple[str, ...]]:
+        """Trace ids of each problem."""
         ids = self._runs.all_trace_ids()
         accepted: dict[str, list[str]] = {}
         for start in range(0, len(ids), READ_AT_ONCE):
             for trace in self._runs.traces(ids[start : start + READ_AT_ONCE]):
-                # Without a grader, its verdict is that of the data.
-                if verdicts is None or trace.grader is None or trace.verdict.value in verdicts:
-                    accepted.setdefault(trace.problem_id, []).append(trace.trace_id)
+                accepted.setdefault(trace.problem_id, []).append(trace.trace_id)
         return {problem: tuple(names) for problem, names in accepted.items()}
 
     def _drawn_out(

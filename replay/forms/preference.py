@@ -6,7 +6,7 @@ message unless it has one, and ``history`` has the turns before a question of te
 In a row with none of these columns both responses begin with the prompt: it is what they have in common, by
 message for lists and by character for texts (TRL's implicit prompt), where a blank at its end belongs to the
 responses. Messages that two lists have in common are the prompt in any row, unless they are only the end of what the
-column asks: then it is the column.
+column asks: then it is the column. If they begin with an answer to it, they follow it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def read(row: Mapping[str, Any]) -> Content:
     common: tuple[Message, ...] = ()
     if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
         common, chosen, rejected = _of_messages(row)
-        if _asks_more(row, common):
-            common = ()
-        asked = common or _asked(row)
+        asked = _conversation(row, common) if common else _asked(row)
     else:
         chosen, rejected = text(row, "chosen"), text(row, "rejected")
         asked = _asked(row)
@@ -81,16 +79,22 @@ def _asked(row: Mapping[str, Any]) -> tuple[Message, ...]:
     return instruction(row) if column == "instruction" else prompt(row, column)
 
 
-def _asks_more(row: Mapping[str, Any], common: tuple[Message, ...]) -> bool:
-    """Whether the row's own column has the whole conversation, of which these shared messages are the end."""
+def _conversation(row: Mapping[str, Any], common: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The conversation that these shared messages and the row's own column make: one of them is a part of the other, or
+    the shared ones go on from the column with an answer."""
     column = first_of(row, PROMPTS)
-    if not common or column is None or not isinstance(row[column], list):
-        return False
-    asked, shared = _words(_asked(row)), _words(common)
-    if shared != asked[-len(shared) :] and asked != shared[-len(asked) :]:
-        what = "and the messages that both responses begin with are two different conversations"
-        raise RowError(column, row[column], what, "leave one of them out")
-    return len(asked) > len(shared)
+    if column is None or not isinstance(row[column], list) or not row[column]:
+        return common
+    asked = messages(row, column)
+    ours, shared = _words(asked), _words(common)
+    if ours[-len(shared) :] == shared:
+        return asked
+    if ours in (shared[: len(ours)], shared[-len(ours) :]):
+        return common
+    if asked[-1].role != "assistant" and common[0].role == "assistant":
+        return (*asked, *common)
+    what = "and the messages that both responses begin with are two different conversations"
+    raise RowError(column, row[column], what, "leave one of them out")
 
 
 def _words(said: tuple[Message, ...]) -> list[tuple[str, list[str]]]:

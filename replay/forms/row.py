@@ -31,6 +31,8 @@ HISTORY = "history"
 """Column that may hold the turns before a question."""
 DEEPEST = 6
 """Levels of nesting of a column that is kept; a record may have eight."""
+MAX_BYTES = 1_000
+"""Most bytes of a column that is kept: they become text, and an image would be of no use to anyone."""
 
 
 class Message(Struct, frozen=True, kw_only=True, gc=False):
@@ -196,7 +198,8 @@ def _items(row: Mapping[str, Any], column: str) -> Iterator[dict[str, Any]]:
         if isinstance(item, dict) and {"from", "value"} <= item.keys():
             said = item["from"]
             role = _SHAREGPT.get(said, said)
-            yield {"role": role, "content": item["value"], WEIGHT: item.get(WEIGHT)}
+            beside = {key: more for key, more in item.items() if key not in ("from", "value")}
+            yield {**beside, "role": role, "content": item["value"]}
         elif (
             isinstance(item, dict)
             and "role" in item
@@ -306,14 +309,18 @@ def response(row: Mapping[str, Any], column: str) -> str:
 
 def unread(row: Mapping[str, Any], column: str) -> RowError | None:
     """The error of a response whose message has calls of tools, or thoughts that its content lacks; None for any other."""
-    said = row[column][-1] if isinstance(row.get(column), list) else None
-    if not isinstance(said, Mapping):
+    if not isinstance(row.get(column), list):
         return None
+    *_, said = _items(row, column)
+    content = _in_one_line(str(said["content"]))
     for key in UNREAD:
         more = _from_json(said.get(key))
         if isinstance(more, str):
             # Some writers have the thoughts in both places.
-            more = more.strip() if more.strip() not in str(said.get("content")) else ""
+            more = "" if _in_one_line(more) in content else more
+        elif isinstance(more, Mapping) and all(value is None for value in more.values()):
+            # Parquet may have such a call where there is none.
+            more = None
         if isinstance(more, str | list | Mapping) and more:
             way_out = "put it into the content as the model is to write it"
             if column in CONVERSATIONS:
@@ -324,6 +331,11 @@ def unread(row: Mapping[str, Any], column: str) -> RowError | None:
                 f"{column}.{key}", said[key], "is a part of the answer that isn't read", way_out
             )
     return None
+
+
+def _in_one_line(said: str) -> str:
+    """A text with single blanks in the place of its space."""
+    return " ".join(said.split())
 
 
 def gold(value: Any, column: str) -> str:
@@ -436,12 +448,21 @@ def _is_blank(value: Any) -> bool:
 
 
 def others(row: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:
-    """The row's other columns as plain values, without empty and very deep ones."""
+    """The row's other columns as plain values, without empty, very deep and long binary ones."""
     return {
         str(name): plain(value)
         for name, value in row.items()
-        if not (name in used or is_missing(value) or is_deeper(value))
+        if not (name in used or is_missing(value) or is_deeper(value) or _bytes(value) > MAX_BYTES)
     }
+
+
+def _bytes(value: Any) -> int:
+    """Number of bytes in a value that are binary."""
+    if isinstance(value, bytes):
+        return len(value)
+    if not isinstance(value, Mapping | list | tuple):
+        return 0
+    return sum(map(_bytes, value.values() if isinstance(value, Mapping) else value))
 
 
 def plain(value: Any, *, travels: bool = True) -> Any:

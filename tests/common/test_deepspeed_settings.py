@@ -121,7 +121,11 @@ def test_the_learners_own_values_may_be_there_too() -> None:
         "train_batch_size": 2,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.7,
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu"},
+            "round_robin_gradients": None,
+        },
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32"},
     }

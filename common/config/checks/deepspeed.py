@@ -376,7 +376,8 @@ def _of_key(
     if name in OWNED:
         whence, answer = OWNED[name]
         own = answer(config)
-        if value in (AUTO, own):
+        # Without a value it is DeepSpeed's own false.
+        if value in (AUTO, own) or (value is None and own is False):
             return None
         return f"{name}={_shown(value)} is the learner's to answer, with {_shown(own)}: leave it out; {whence}"
     if key not in known:

@@ -132,8 +132,8 @@ def test_so_are_right_traces_that_it_pays_nothing(capsys: pytest.CaptureFixture[
     ("preset", "setting"),
     [
         ("miniature", "expert.accept=[correct, wrong]"),
-        # Preferences are learned from both kinds.
-        ("miniature-sft", "learner.objective.name=dpo"),
+        # It learns from both kinds.
+        ("miniature-sft", "learner.objective={name: kto, advantage: none}"),
     ],
 )
 def test_wrong_traces_stay_where_they_are_learned_from(preset: str, setting: str) -> None:

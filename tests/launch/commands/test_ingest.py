@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tandem.launch.cli import main
@@ -210,6 +212,13 @@ def test_long_columns_are_written_whole(form: str, here: Path) -> None:
     assert main(["ingest", "a.jsonl", "--write", "b.jsonl", "--as", form]) == 0
     (row,) = read_rows(here / "b.jsonl")
     assert row.content.extra["tests"] == tests
+
+
+def test_long_binary_columns_are_not_written(here: Path) -> None:
+    more = {"image": {"bytes": b"\x00" * 2_000}, "pixels": b"\x00" * 2_000, "level": 3}
+    pq.write_table(pa.table({"prompt": ["q"], **{n: [of] for n, of in more.items()}}), "a.parquet")
+    assert main(["ingest", "a.parquet", "--write", "b.jsonl", "--as", "prompt"]) == 0
+    assert json.loads((here / "b.jsonl").read_text()).keys() == {"prompt", "ability", "level"}
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "b.parquet"])

@@ -342,6 +342,11 @@ def test_the_opener_that_the_prompt_ends_with_is_taken_off_the_trace(made: Path)
     [
         ("Sum: ", "Sum: 7", "7"),
         ("Sum: ", "7", "7"),
+        ("Sum: ", "Sum:\n7", "7"),
+        ("Sum: ", " Sum: 7", "7"),
+        ("Sum ", "Sums 7", "Sums 7"),
+        ("1", "17", "17"),
+        ("1", "1+7", "+7"),
         ("<think>\nSo ", "<think>\nSo 7", "7"),
         ("<think>\n", "<think>\n7", "7"),
         ("<think>\n", "<think>7", "7"),
@@ -364,6 +369,17 @@ def test_an_opener_is_taken_off_whatever_space_is_about_it(
     found = offline("dpo", "data.template=none", f"data.prefill={json.dumps(prefill)}")
     assert found.problems[0].prompt_text == f"3+4=?{prefill}"
     assert [trace.text for trace in found.traces] == [learned, learned.replace("7", "8")]
+
+
+def test_long_tests_stand_behind_a_problems_other_columns(made: Path) -> None:
+    """As in older versions, whose runs go on with data of the same digest."""
+    tests = [f"assert f({n}) == {n}" for n in range(200)]
+    own_rows(made, {"prompt": "Write f", "tests": tests, "level": "easy", "text": "x" * 1_001})
+    found = prepared(
+        *("data.train=[{path: d/own.jsonl}]", "data.evaluate=[]", "expert.per_group=0"),
+        "reward.components=[{name: code}]",
+    )
+    assert list(found.problems[0].extra) == ["level", "tests"]
 
 
 def with_probabilities(made: Path, opener: str, more: int) -> ingest.Prepared:
@@ -951,6 +967,45 @@ def test_where_wrong_responses_are_learned_from_those_that_are_graded_wrong_stay
     assert judged(offline(mine, *graded)) == judged(offline("sft", graded[0])) == found[:1]
 
 
+def test_no_wrong_response_is_learned_from_as_a_good_one_because_its_form_is_paid(
+    made: Path,
+) -> None:
+    said = [("3", "\\boxed{3}"), ("4", "\\boxed{3}"), ("4", "3")]
+    own_rows(made, *({"prompt": "1+2=?", "response": text, "gold": gold} for gold, text in said))
+    boxed = "{name: format, weight: 0.1, params: {style: boxed}}"
+    graded = (
+        f"reward.components=[{{name: accuracy}}, {boxed}]",
+        "learner.objective.advantage=none",
+    )
+    found = offline("kto", *graded)
+    assert [(verdict, paid) for _, _, verdict, paid, _ in judged(found)] == [
+        ("correct", 1.1),
+        ("wrong", 0.0),
+    ]
+    assert found.counts["own"].refused_traces == {"wrong and yet paid": 1}
+    # Whoever names verdicts gets them, whatever they are paid.
+    assert len(offline("kto", *graded, "expert.accept=[correct,wrong]").traces) == 3
+
+
+def test_a_response_without_a_reward_is_no_trace(made: Path) -> None:
+    """Its row would be left out of every step."""
+    own_rows(made, {"prompt": "1+2=?", "response": "<answer>1+2</answer>", "gold": "3"})
+    with pytest.raises(DataError, match=r"1 traces graded .* without a reward"):
+        offline("kto", "learner.objective.advantage=none", "reward.components=[{name: equation}]")
+
+
+def test_responses_that_are_graded_wrong_are_no_traces_where_pairs_are_learned_from(
+    made: Path,
+) -> None:
+    """They are alone in their groups, and in no pair."""
+    own_rows(made, {"prompt": "1+2=?", "response": "\\boxed{3}", "gold": "4"})
+    (made / "pairs.jsonl").write_text(json.dumps(PAIR) + "\n")
+    both = "data.train=[{path: d/own.jsonl}, {path: d/pairs.jsonl}]"
+    found = offline("dpo", both, "reward.components=[{name: accuracy}]")
+    assert [trace.trace_id for trace in found.traces] == ["pairs/0#0", "pairs/0#1"]
+    assert found.counts["own"].refused_traces == {"wrong": 1}
+
+
 def test_a_response_that_is_labelled_false_is_wrong_whatever_its_columns_are_called(
     made: Path,
 ) -> None:
@@ -1007,7 +1062,8 @@ def test_an_answer_is_not_learned_without_what_its_message_says_beside_its_conte
         }[form]
 
     # Values that say nothing more.
-    no_more = [{}, {"tool_calls": []}, {"tool_calls": None}, {"reasoning_content": " "}]
+    no_call = {"function_call": {"name": None, "arguments": None}}
+    no_more = [{}, {"tool_calls": []}, no_call, {"reasoning_content": " "}]
     own_rows(made, row(more), *map(row, no_more))
     accepts = "expert.accept=[correct, unparsable]"
     found = offline("dpo" if form == "preference" else "sft", accepts)
@@ -1023,9 +1079,14 @@ def test_an_answer_is_not_learned_without_what_its_message_says_beside_its_conte
 
 
 def test_thoughts_that_the_content_repeats_are_read(made: Path) -> None:
-    answer = {"role": "assistant", "content": "Why not?</think>3", "reasoning_content": "Why not?"}
-    own_rows(made, {"messages": [{"role": "user", "content": "1+2=?<think>"}, answer]})
-    assert [trace.text for trace in offline("sft").traces] == [answer["content"]]
+    said, thought = "Why\n\nnot?</think>3", {"reasoning_content": "Why\nnot? "}
+    messages = [
+        {"role": "user", "content": "1+2=?<think>"},
+        {"role": "assistant", "content": said, **thought},
+    ]
+    shared = [{"from": "human", "value": "1+2=?<think>"}, {"from": "gpt", "value": said, **thought}]
+    own_rows(made, {"messages": messages}, {"messages": shared})
+    assert [trace.text for trace in offline("sft").traces] == [said] * 2
 
 
 def test_a_labelled_row_among_pairs_needs_an_advantage_of_its_own(made: Path) -> None:

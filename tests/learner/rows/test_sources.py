@@ -59,9 +59,12 @@ def test_passes_end_with_a_short_step(run: Any, made_up: ModuleType) -> None:
     assert source.take(3, 1).ended  # type: ignore[union-attr]
 
 
-def test_only_accepted_verdicts_enter(run: Any, made_up: ModuleType) -> None:
-    with pytest.raises(DataError, match=r"no expert trace with a verdict in .*\['wrong'\]"):
-        offline(run, made_up, expert={"accept": ["wrong"]})
+def test_a_ledger_without_traces_is_refused(
+    run: Any, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run.runs, "all_trace_ids", list)
+    with pytest.raises(DataError, match="no expert trace: name a source with a target column"):
+        offline(run, made_up)
 
 
 def test_a_row_of_the_ledger_comes_with_its_traces(run: Any) -> None:

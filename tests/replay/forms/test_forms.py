@@ -211,6 +211,13 @@ def test_messages_that_a_pair_shares_may_be_a_part_of_its_prompt(tmp_path: Path)
         return {"prompt": prompt, **pair}
 
     rows = [row(whole, [last]), row([last], whole), row(whole, whole), row("2+2?", whole)]
+    # A beginning of it, nothing, and messages that go on from the column.
+    rows += [
+        row(whole[:2], whole),
+        row(whole[:3], whole),
+        row([], whole),
+        row(whole[:2], whole[2:]),
+    ]
     for found in all_of(write_lines(tmp_path / "a.jsonl", rows)):
         assert [one.content for one in found.content.prompt] == [one["content"] for one in whole]
     with pytest.raises(DataError, match=r"column prompt: .* two different conversations: leave"):
@@ -506,6 +513,14 @@ def test_a_form_can_be_a_function_of_the_users(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(DataError, match=r"row 3, .* was refused by own_forms:read: KeyError"):
         list(read_rows(path, "own_forms:read", left_out, refuses=True))
     assert left_out.counts == {"row was left out by own_forms:read": 1}
+
+
+def test_sharegpts_answers_keep_their_calls_where_a_template_writes_them(tmp_path: Path):
+    calls = [{"function": {"name": "look", "arguments": {}}}]
+    answer = {"from": "gpt", "value": "I look.", "tool_calls": calls}
+    row = {"conversations": [{"from": "human", "value": "q"}, answer]}
+    (found,) = read_rows(write_lines(tmp_path / "a.jsonl", [row]), whole=True)
+    assert found.content.turns == (said("assistant", "I look.", tool_calls=calls),)
 
 
 def test_numbers_beyond_64_bits_stay_numbers_where_a_template_writes_them(tmp_path: Path):
