@@ -90,12 +90,20 @@ def test_a_rows_own_prompt_is_no_observation_and_stays_whole(
 
 
 @pytest.mark.parametrize(
-    "content", ["z" * 100_000, [{"type": "text", "text": "z" * 100_000}], ["z" * 100_000]]
+    "content",
+    [
+        "z" * 100_000,
+        [{"type": "text", "text": "z" * 100_000}],
+        ["z" * 100_000],
+        [{"type": "text", "text": "z" * 500}] * 1_000,
+    ],
 )
 def test_an_observation_is_bounded_whatever_its_spelling(content: Any) -> None:
     (message,) = bounded_messages([{"role": "user", "content": content}], 50)
     assert len(json.dumps(message)) < 1_000
     assert "characters left out" in json.dumps(message)
+    short = {"role": "user", "content": [{"type": "text", "text": "z"}] * 9}
+    assert bounded_messages([short], 50) == [short]
 
 
 class TestTools:
