@@ -163,7 +163,8 @@ def test_a_foreign_environments_program_that_isnt_there_is_named(
     ("target", "params", "way_out"),
     [
         ("nowhere.at_all:World", {}, "Install it, put its folder on PYTHONPATH"),
-        ("my_world:Sized", {"length": 3}, "It is given environments.use.….params={'length': 3}"),
+        ("my_world:Sized", {"length": 3}, "It is given params={'length': 3}"),
+        ("my_world:World", {"size": "2"}, "It is given params={'size': '2'}"),
         ("my_world:Hungry", {}, "Raise environments.memory_mb=2048"),
         ("my_world:Dying", {}, "If it needs more memory, raise environments.memory_mb=2048"),
         ("my_world:Stopped", {}, ""),
