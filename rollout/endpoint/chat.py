@@ -76,7 +76,9 @@ class Chat:
             if branch.messages[:count] != plain[:count]:
                 continue
             calls = messages[count - 1].get("tool_calls") or ()
-            added = self.renderer.suffix(tail, branch.tokens[turn.end - 1], turn.ended, calls)
+            added = self.renderer.suffix(
+                tail, branch.tokens[turn.end - 1], turn.ended, calls, with_tools=bool(tools)
+            )
             if added is None:
                 continue
             if turn is branch.turns[-1] and not branch.busy:

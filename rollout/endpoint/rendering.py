@@ -212,7 +212,13 @@ class Renderer:
         return found
 
     def suffix(
-        self, tail: Sequence[Message], last: int, ended: bool, calls: Sequence[Any] = ()
+        self,
+        tail: Sequence[Message],
+        last: int,
+        ended: bool,
+        calls: Sequence[Any] = (),
+        *,
+        with_tools: bool = False,
     ) -> list[int] | None:
         """Tokens that a conversation gains by messages of others behind an answer.
 
@@ -222,6 +228,7 @@ class Renderer:
             ended: whether the policy has ended the answer. If it did so by a special token, this one stands for
                 the template's own end of a turn; otherwise the latter is added.
             calls: the answer's tool calls in OpenAI's form, whose names some templates write beside the results.
+            with_tools: whether the conversation has tools, for which some models have a template of their own.
 
         Returns:
             None if the template doesn't render them apart from what is before.
@@ -231,7 +238,11 @@ class Renderer:
         for before in _before(tail[0], calls):
             try:
                 text = self._text(
-                    [*before, *self._bounded(tail, answered=True)], None, True, bounded=True
+                    [*before, *self._bounded(tail, answered=True)],
+                    None,
+                    True,
+                    bounded=True,
+                    with_tools=with_tools,
                 )
             except DataError:
                 continue
@@ -248,15 +259,22 @@ class Renderer:
         Raises:
             DataError: the template refuses them.
         """
+        parameters = {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "required": ["a"],
+        }
+        offered = {"name": "f", "description": "x", "parameters": parameters}
+        tool = {"type": "function", "function": offered}
 
         def tokens(argument: int, result: str) -> tuple[int | None, list[int]]:
             function = {"name": "f", "arguments": {"a": argument}}
             call = {"id": "call00000", "type": "function", "function": function}
             answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
             told: Message = {"role": "tool", "tool_call_id": "call00000", "content": result}
-            behind = self.suffix([told], 0, False, [call])
+            behind = self.suffix([told], 0, False, [call], with_tools=True)
             if behind is None:
-                return None, self.render([{"role": "user", "content": "x"}, answer, told])
+                return None, self.render([{"role": "user", "content": "x"}, answer, told], [tool])
             # The call is in what the policy has sampled.
             return argument, behind
 
@@ -314,8 +332,10 @@ class Renderer:
         *,
         bounded: bool = False,
         plain: bool = False,
+        with_tools: bool = False,
     ) -> str:
-        """The template's text, in which added tokens of the contents are hidden, unless it is plain."""
+        """The template's text, in which added tokens of the contents are hidden, unless it is plain. ``with_tools``
+        says that the conversation has tools even if they aren't written here."""
         hidden = []
         for message in messages if bounded else self._bounded(messages, whole=plain):
             pattern = self._special if message.get("role") == "assistant" else self._any
@@ -328,8 +348,12 @@ class Renderer:
             hidden.append({"role": message["role"], **one})
         every = NOTHING if plain else self._any
         offered = [self._hide(tool, every) for tool in tools] if tools else None
+        templates = getattr(self._tokenizer, "chat_template", None)
+        is_one_of_several = with_tools and isinstance(templates, dict) and "tool_use" in templates
         render = partial(
             self._tokenizer.apply_chat_template,
+            # Of several templates, transformers takes this one where it is given tools.
+            chat_template="tool_use" if is_one_of_several else None,
             tools=offered,
             add_generation_prompt=opened,
             tokenize=False,

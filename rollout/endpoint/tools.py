@@ -12,7 +12,7 @@ json       the same, or a list of such objects, perhaps behind a     Mistral; an
 
 A tokenizer with a response template of its own (transformers' ``response_template``) is parsed by that, and other
 families by the package renderers (:mod:`.families`). Text is read as JSON and never evaluated. What stands in thoughts
-(``<think>…</think>``, or behind a ``<think>`` that nothing closes) is no call.
+before the first call (``<think>…</think>``, or behind a ``<think>`` that nothing closes) is no call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ Format = Literal["hermes", "llama", "json"]
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCE = re.compile(r"```(?:json)?[^\S\n]*+\n(.*?)\n```", re.DOTALL)
 _TAG = re.compile(r"\[TOOL_CALLS\]\s*(?=[\[{])")
+_JSON = re.compile(r"(?:\[\s*)?\{")
 _THINKING, _THOUGHT = "<think>", "</think>"
+_FIRST = {
+    "hermes": re.compile(r"</?think>|<tool_call>"),
+    "llama": re.compile(r"</?think>|(?:\A|(?<=</think>))\s*(?:\{|<\|python_tag\|>)"),
+    "json": re.compile(r"</?think>|(?:\A|(?<=</think>))\s*(?:\[\s*)?\{|```|\[TOOL_CALLS\]"),
+}
+"""Where thoughts begin or end, or a call may begin: the tags in a call's arguments are text."""
 _DECODER = json.JSONDecoder()
 MOST_CALLS = 64
 """Calls of one turn that are read."""
@@ -82,7 +89,7 @@ def parse(
         text: the turn, special tokens that aren't the end token included.
         style: how calls are written.
         tokenizer: one with a response template of its own is asked first.
-        prefix: gives the text before the turn, which such a template reads.
+        prefix: gives the text before the turn, which such a template reads and which may open thoughts.
         most: calls that are read.
 
     >>> parse('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "hermes").calls[
@@ -92,10 +99,13 @@ def parse(
     """
     if getattr(tokenizer, "response_template", None) is not None:
         return _by_template(text, tokenizer, prefix(), most)
-    place = text.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in text else 0
-    thoughts, said = text[:place], text[place:]
-    if said.lstrip().startswith(_THINKING):
+    # Policies that are told to think and call at once end no thought.
+    place = _behind_thoughts(
+        text, style, _THOUGHT in text and prefix().rstrip().endswith(_THINKING)
+    )
+    if place is None:
         return _no_call(text)
+    thoughts, said = text[:place], text[place:]
     if style == "hermes":
         found = _HERMES.findall(said)[:most]
         return _parsed(text, found, thoughts + _HERMES.sub("", said))
@@ -106,15 +116,35 @@ def parse(
         if not tagged and not body.startswith("{"):
             return _no_call(text)
         return _parsed(text, _several(body, most), thoughts)
-    before = thoughts
-    if tag := _TAG.search(said):
-        before, body = thoughts + said[: tag.start()], said[tag.end() :].strip()
-    elif fenced := _FENCE.findall(said):
-        wanted = [one for one in fenced if _names_a_call(one)][:most]
-        return _parsed(text, wanted, thoughts + _FENCE.sub("", said)) if wanted else _no_call(text)
-    if not body.startswith(("{", "[")) or not _names_a_call(body):
+    if wanted := [one for one in _FENCE.findall(said) if _names_a_call(one)][:most]:
+        return _parsed(text, wanted, thoughts + _FENCE.sub("", said))
+    body = body.removeprefix("[TOOL_CALLS]").strip()
+    if _JSON.match(body):
+        found = _several(body, most) if _names_a_call(body) else []
+        return _parsed(text, found, thoughts)
+    tag = _TAG.search(said)
+    if tag is None:
         return _no_call(text)
-    return _parsed(text, _several(body, most), before)
+    found = _several(said[tag.end() :].strip(), most)
+    made = _parsed(text, found, thoughts + said[: tag.start()])
+    # A text may also be about the tag.
+    return _no_call(text) if made.malformed else made
+
+
+def _behind_thoughts(text: str, style: Format, thinks: bool) -> int | None:
+    """Where the thoughts before the first call end; None if they don't."""
+    place = 0
+    while True:
+        if thinks:
+            end = text.find(_THOUGHT, place)
+            if end < 0:
+                return None
+            place, thinks = end + len(_THOUGHT), False
+            continue
+        first = _FIRST[style].search(text, place)
+        if first is None or first[0] not in (_THINKING, _THOUGHT):
+            return place
+        place, thinks = first.end(), first[0] == _THINKING
 
 
 def _no_call(text: str) -> Parsed:

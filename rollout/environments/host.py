@@ -109,11 +109,16 @@ def in_a_line(error: BaseException) -> str:
         said = f"{type(error).__name__}: {error}"
     else:
         said = "".join(traceback.format_exception_only(error))
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = os.path.dirname(__file__), import_path.__file__
-    place = next((f for f in reversed(frames) if not f.filename.startswith(ours)), None)
+    place = _place_in(error)
     where = f" ({os.path.basename(place.filename)}, line {place.lineno})" if place else ""
     return f"{' '.join(said.split())[:3000]}{where}"
+
+
+def _place_in(error: BaseException) -> traceback.FrameSummary | None:
+    """The place in the user's code where an exception was raised; None if it was raised in ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = os.path.dirname(__file__), import_path.__file__
+    return next((f for f in reversed(frames) if not f.filename.startswith(ours)), None)
 
 
 def way_out(error: BaseException, order: Order) -> str:
@@ -125,8 +130,9 @@ def way_out(error: BaseException, order: Order) -> str:
     # The arguments of an agent aren't its params alone.
     if isinstance(error, TypeError) and order.form != "agent":
         with contextlib.suppress(Exception):
-            if import_path.misfit(import_path.resolve(order.target), **order.params):
-                return f"It is given environments.use.….params={order.params!r:.200}"
+            made = import_path.resolve(order.target)
+            if (order.params and _place_in(error)) or import_path.misfit(made, **order.params):
+                return f"It is given params={order.params!r:.200}"
     return ""
 
 

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,8 @@ MOST_MESSAGES = 100_000
 """Messages of an episode, beyond which its process is ended."""
 REAP_SECONDS = 5.0
 """Time in which a killed process has to be gone."""
+OUT_OF_MEMORY = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
+"""Signals that end a process which is refused memory."""
 KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """The only variables of our environment that a process gets: none of them could be a secret."""
 
@@ -247,7 +250,7 @@ class Host:
             raise NotStarted(f"it wasn't loaded within {seconds:.0f} s", refused=False) from None
         except (EpisodeFailed, WireError) as error:
             way_out = ""
-            if (self.process.poll() or 0) < 0:
+            if -(self.process.poll() or 0) in OUT_OF_MEMORY and not output.flooded:
                 way_out = f". If it needs more memory, raise environments.memory_mb={self._bounds.memory_mb}"
             raise NotStarted(f"{error}{way_out}", refused=False) from None
         if isinstance(said, Raised):

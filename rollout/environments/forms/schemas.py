@@ -69,7 +69,8 @@ def _hints_of(method: Callable[..., Any]) -> dict[str, Any]:
     """Hints by parameter, without those that name what only a type checker imports."""
     found: dict[str, Any] = {}
     globals_ = getattr(inspect.unwrap(method), "__globals__", {})
-    for name, hint in method.__annotations__.items():
+    # Functions of C have none.
+    for name, hint in (getattr(method, "__annotations__", None) or {}).items():
         alone = types.SimpleNamespace(__annotations__={name: hint})
         with contextlib.suppress(NameError):
             found |= typing.get_type_hints(alone, globals_)

@@ -104,7 +104,7 @@ def bounded(text: str, tokens: int) -> str:
 
 
 def bounded_messages(found: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
-    """Messages with texts of bounded length, be they whole contents or parts of one."""
+    """Messages with texts of bounded length. Of a text in parts, which the endpoint joins, one is made where it's cut."""
     return [
         {**one, "content": _bounded_content(one["content"], tokens)} if "content" in one else one
         for one in found
@@ -112,13 +112,14 @@ def bounded_messages(found: list[dict[str, Any]], tokens: int) -> list[dict[str,
 
 
 def _bounded_content(content: Any, tokens: int) -> Any:
-    if isinstance(content, str):
-        return bounded(content, tokens)
-    if isinstance(content, list):
-        return [_bounded_content(part, tokens) for part in content]
-    if isinstance(content, Mapping) and isinstance(content.get("text"), str):
-        return {**content, "text": bounded(content["text"], tokens)}
-    return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        # The endpoint refuses it.
+        return content
+    whole = "".join(map(str, texts))
+    cut = bounded(whole, tokens)
+    return content if cut == whole else cut
 
 
 def as_text(result: Any) -> str:

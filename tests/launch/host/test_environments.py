@@ -43,6 +43,16 @@ class Dying:
         import os
         os.abort()
 
+class Stopped:
+    def __init__(self):
+        import os, signal
+        os.kill(os.getpid(), signal.SIGTERM)
+
+class Flooding:
+    def __init__(self):
+        while True:
+            print("x" * (1 << 20))
+
 class NoRow:
     def reset(self):
         return ""
@@ -153,9 +163,12 @@ def test_a_foreign_environments_program_that_isnt_there_is_named(
     ("target", "params", "way_out"),
     [
         ("nowhere.at_all:World", {}, "Install it, put its folder on PYTHONPATH"),
-        ("my_world:Sized", {"length": 3}, "It is given environments.use.….params={'length': 3}"),
+        ("my_world:Sized", {"length": 3}, "It is given params={'length': 3}"),
+        ("my_world:World", {"size": "2"}, "It is given params={'size': '2'}"),
         ("my_world:Hungry", {}, "Raise environments.memory_mb=2048"),
         ("my_world:Dying", {}, "If it needs more memory, raise environments.memory_mb=2048"),
+        ("my_world:Stopped", {}, ""),
+        ("my_world:Flooding", {}, ""),
         ("my_world:Refusing", {}, ""),
     ],
 )

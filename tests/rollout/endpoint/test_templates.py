@@ -383,6 +383,21 @@ def test_what_a_template_leaves_out_of_calls_and_results_is_known(template: str,
     assert with_template(template).lost() == lost
 
 
+def test_results_are_rendered_by_a_models_own_template_for_tools() -> None:
+    refuses = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+    own = copy.deepcopy(tokenizer("chatml"))
+    own.chat_template = {
+        "default": f"{refuses}{{% endif %}}<|im_start|>{{{{ m.content }}}}<|im_end|>{{% endfor %}}",
+        "tool_use": PLAIN,
+    }
+    renderer = Renderer(own, 1 << 20)
+    assert renderer.lost() == ""
+    for role, text in (("tool", "tool\nz<|im_end|>\n"), ("user", "user\nz<|im_end|>\n")):
+        suffix = renderer.suffix([{"role": role, "content": "z"}], 0, False, with_tools=True)
+        assert suffix is not None
+        assert renderer.decode(suffix) == f"<|im_end|>\n<|im_start|>{text}"
+
+
 @pytest.mark.parametrize("form", [*FORMS, "gpt-oss", "gemma4", "mistral"])
 def test_the_templates_of_families_with_tools_leave_nothing_out(form: str) -> None:
     assert Renderer(tokenizer(form), 1 << 20).lost() == ""

@@ -40,7 +40,9 @@ def tagged(*calls: str) -> str:
         ("json", f"[{ADD}, {SUB}]", [ADDED, SUBBED], ""),
         ("json", f"[TOOL_CALLS] [{ADD}, {SUB}]", [ADDED, SUBBED], ""),
         ("json", f"I call it.\n[TOOL_CALLS][{ADD}]", [ADDED], "I call it."),
+        ("json", f"[1] I call it.\n[TOOL_CALLS][{ADD}]", [ADDED], "[1] I call it."),
         ("json", f"So:\n```json\n{ADD}\n```", [ADDED], "So:"),
+        ("json", f"[1] So:\n```json\n{ADD}\n```", [ADDED], "[1] So:"),
         ("json", "So:\n```\nprint(1)\n```", [], "So:\n```\nprint(1)\n```"),
         ("json", '{"answer": 3}', [], '{"answer": 3}'),
         ("json", "3", [], "3"),
@@ -65,16 +67,63 @@ THOUGHT = f"<think>Perhaps {tagged(SUB)} or\n```json\n{SUB}\n```? <tool_call></t
         ("json", f"[TOOL_CALLS][{ADD}]"),
     ],
 )
-@pytest.mark.parametrize("thought", [THOUGHT, THOUGHT.removeprefix("<think>")])
+@pytest.mark.parametrize("opened", ["", "<think>\n"])
 def test_a_call_is_read_behind_thoughts_and_never_in_them(
-    style: Any, call: str, thought: str
+    style: Any, call: str, opened: str
 ) -> None:
-    found = parse(f"{thought}\n\n{call}", style)
+    thought = THOUGHT.removeprefix("<think>") if opened else THOUGHT
+    found = parse(f"{thought}\n\n{call}", style, prefix=lambda: opened)
     assert [(one.name, one.arguments) for one in found.calls] == [ADDED]
     assert (found.content, found.malformed) == (thought, 0)
-    for text in (f"{thought}\n\nThe answer is 4.", f"<think>{call}", f"{thought}<think>{call}"):
-        found = parse(text, style)
+    for text in (f"{thought}\n\nThe answer is 4.", f"{thought}Hm. <think>{call}"):
+        found = parse(text, style, prefix=lambda: opened)
         assert (found.content, found.calls, found.malformed) == (text, (), 0)
+
+
+TAGS = '{"name": "write", "arguments": {"text": "a </think> <think> [TOOL_CALLS] [1]"}}'
+
+
+@pytest.mark.parametrize(
+    ("style", "call"),
+    [
+        ("hermes", f"<tool_call>{TAGS}</tool_call>"),
+        ("llama", TAGS),
+        ("llama", f"<|python_tag|>{TAGS}"),
+        ("json", TAGS),
+        ("json", f"[{TAGS}]"),
+        ("json", f"```json\n{TAGS}\n```"),
+        ("json", f"[TOOL_CALLS][{TAGS}]"),
+    ],
+)
+@pytest.mark.parametrize("thought", ["", "<think>x</think>\n", "x</think>\n"])
+def test_tags_in_an_argument_are_text(style: Any, call: str, thought: str) -> None:
+    (found,) = parse(f"{thought}{call}", style).calls
+    assert found.arguments == {"text": "a </think> <think> [TOOL_CALLS] [1]"}
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("hermes", f"{tagged(ADD)} <think>x</think> done"),
+        ("hermes", f"{tagged(ADD)}</think>"),
+        ("json", f"So:\n```json\n{ADD}\n```\nElsewhere it is [TOOL_CALLS] [1]."),
+    ],
+)
+def test_tags_behind_a_call_leave_it_a_call(style: Any, text: str) -> None:
+    assert [call.name for call in parse(text, style).calls] == ["add"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Mistral writes [TOOL_CALLS] [{"name": ...}]. The answer is 3.',
+        f"Mistral writes [TOOL_CALLS] [{ADD}]. The answer is 3.",
+        '[TOOL_CALLS]add[ARGS]{"name": 1}',
+    ],
+)
+def test_a_text_about_the_tag_is_no_call(text: str) -> None:
+    found = parse(text, "json")
+    assert (found.content, found.calls, found.malformed) == (text, (), 0)
 
 
 @pytest.mark.parametrize(

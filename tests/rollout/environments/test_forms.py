@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -90,12 +91,20 @@ def test_a_rows_own_prompt_is_no_observation_and_stays_whole(
 
 
 @pytest.mark.parametrize(
-    "content", ["z" * 100_000, [{"type": "text", "text": "z" * 100_000}], ["z" * 100_000]]
+    "content",
+    [
+        "z" * 100_000,
+        [{"type": "text", "text": "z" * 100_000}],
+        ["z" * 100_000],
+        [{"type": "text", "text": "z" * 500}] * 1_000,
+    ],
 )
 def test_an_observation_is_bounded_whatever_its_spelling(content: Any) -> None:
     (message,) = bounded_messages([{"role": "user", "content": content}], 50)
     assert len(json.dumps(message)) < 1_000
     assert "characters left out" in json.dumps(message)
+    short = {"role": "user", "content": [{"type": "text", "text": "z"}] * 9}
+    assert bounded_messages([short], 50) == [short]
 
 
 class TestTools:
@@ -135,6 +144,10 @@ class TestTools:
         look_up = tools["look_up"]["parameters"]["properties"]
         assert look_up["word"] == {"type": "string", "enum": ["pi", "e"]}
         assert look_up["digits"] == {"type": ["integer", "null"]}
+
+    def test_a_function_of_c_can_be_a_tool(self) -> None:
+        parameters = schema_of(math.isclose, "isclose")["function"]["parameters"]
+        assert parameters["required"] == ["a", "b"]
 
     def test_a_hint_that_only_a_type_checker_knows_leaves_the_others_as_they_are(self) -> None:
         def tool(self: Any, a: int, b: Unknown, c: str | None = None) -> Unknown:  # type: ignore[name-defined]  # noqa: F821
