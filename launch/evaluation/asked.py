@@ -115,7 +115,7 @@ def ways(held_out: EvalSetConfig, given: Values, otherwise: Values) -> list[Eval
 
 
 def _stem(path: str) -> str:
-    parsed = hub.HubData.parse(path)
+    parsed = None if Path(path).expanduser().exists() else hub.HubData.parse(path)
     return Path(path).stem if parsed is None else parsed.repo.rpartition("/")[2]
 
 

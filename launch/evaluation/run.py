@@ -183,10 +183,8 @@ def tell(
         found: gets a cell's samples and figures before the next one begins.
 
     Raises:
-        SamplesRefusedError: samples can't be made; it comes when all other cells are told.
-        TandemError: the model can't be loaded, or its engine has failed.
+        TandemError: the model can't be loaded, its engine has failed, or a sample can't be made.
     """
-    from ...rollout.evaluate.answering import SamplesRefusedError
     from ...rollout.evaluate.evaluation import summarise
     from ...rollout.evaluate.keeping import classified
 
@@ -195,17 +193,14 @@ def tell(
         start = time.perf_counter()
         made: list[EvaluatedSample] = []
         yield made.extend
-        benchmark, cell = prepared.benchmark(name), prepared.plan_cell(name)
-        if len(made) == len(benchmark.places(cell)):
-            made = classified(made, benchmark.grader)
-            found(cell, made, summarise(made, seconds=time.perf_counter() - start))
+        made = classified(made, prepared.benchmark(name).grader)
+        figures = summarise(made, seconds=time.perf_counter() - start)
+        found(prepared.plan_cell(name), made, figures)
 
     wanted = {
         cell.name: [prepared.benchmark(cell.name).places(cell)] for cell in prepared.plan.cells
     }
-    refused = asyncio.run(_by_engine(prepared, wanted, keeping, together=True))
-    if refused:
-        raise SamplesRefusedError(refused)
+    asyncio.run(_by_engine(prepared, wanted, keeping, together=True))
 
 
 def _missing(

@@ -16,10 +16,10 @@ from typing import Protocol
 from ...common.errors import TandemError
 from ...common.records import Problem, Sample, SamplingParams
 from ...replay.evaluating.evaluated import Cell, EvaluatedSample
-from ...reward.grading import Grader
+from ...reward.grading import GradeItem, Grader
 from ..engine import FinishedGroup, GroupRequest
 from ..leases import task_of
-from .keeping import count_of, item, kept
+from .keeping import count_of, kept
 
 WINDOW = 4096
 """Samples that an engine has at a time, running or waiting."""
@@ -101,14 +101,14 @@ async def answer(
         keep: called for some samples at a time, never twice at once.
         token_ids: whether the samples keep their tokens.
         together: grade and keep a problem's samples only when all that are wanted are there, as one group: parts of a
-            reward may compare them with one another. A problem of which one can't be made is left out.
-        block: answer all of ``wanted`` as one batch, begun together, so that its samples are always the same to
-            the last bit. It must fit into the engine's batch, and nothing else may run there.
+            reward may compare them with one another. The first sample that can't be made ends it.
+        block: give the engine all of ``wanted`` at once, so that its samples are always the same to the last bit. Nothing
+            else may run there.
         window: greatest number of samples that the engine is given at a time.
         silence: seconds without a finished sample after which the engine counts as stuck; None = endless.
 
     Raises:
-        SamplesRefusedError: samples can't be made; it comes when all others are.
+        SamplesRefusedError: samples can't be made; it comes when all others are. Not with ``together``.
         TandemError: the engine has failed, or is stuck.
     """
     refused: list[str] = []
@@ -129,7 +129,7 @@ async def answer(
             if group.error is not None:
                 problem = benchmark.problems[place[0]].problem_id
                 reason = f"{cell.name}: {problem} can't be answered: {group.error}"
-                if not group.refused:
+                if together or not group.refused:
                     raise TandemError(reason)
                 refused.append(reason)
             else:
@@ -250,7 +250,7 @@ def _graded(
     together: bool,
 ) -> list[EvaluatedSample]:
     items = [
-        item(benchmark.problems[place], sample, group=f"{place}" if together else "")
+        GradeItem.of(benchmark.problems[place], sample, group=f"{place}" if together else "")
         for (place, _), sample in samples
     ]
     grades = benchmark.grader.grade_texts(items)

@@ -188,7 +188,7 @@ class ClaimedEvaluations:
         )
         cell, benchmark, wanted = self._asked(request, problems)
         kept: list[EvaluatedSample] = []
-        start = time.perf_counter()
+        start = 0.0
 
         async def make() -> Evaluation | None:
             await answer(
@@ -210,17 +210,24 @@ class ClaimedEvaluations:
             version = self._engine.version
             if self._cancelled or _is_older(version, request):
                 return None
+            start = time.perf_counter()
             self._task = task = asyncio.create_task(make())
             await asyncio.wait([task])
-        if not task.cancelled():
-            held = [version] if version is not None else []
-            used = (one for sample in kept for one in sample.versions)
-            await self._check.settled(versions=[*held, *used])
-        if task.cancelled() or self._check.suspect:
+        if task.cancelled():
+            return None
+        refused: tuple[str, ...] = ()
+        found = None
+        try:
+            found = task.result()
+        except SamplesRefusedError as error:
+            refused = error.reasons
+        held = [version] if version is not None else []
+        used = (one for sample in kept for one in sample.versions)
+        await self._check.settled(versions=[*held, *used])
+        if self._check.suspect:
             return None
         step = version.step if version is not None else request.step
         if job is None:
-            found = task.result()
             assert found is not None
             return result_of(
                 found.to_dict(),
@@ -229,11 +236,6 @@ class ClaimedEvaluations:
                 step=step if found.step is None else found.step,
                 member=self._name,
             )
-        refused: tuple[str, ...] = ()
-        try:
-            task.result()
-        except SamplesRefusedError as error:
-            refused = error.reasons
         await self._in_redis(lambda: self._runs.put_samples(request.id, kept))
         return EvaluationResult(
             id=request.id,

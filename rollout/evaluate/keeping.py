@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ...common.records import PROMPT_MESSAGES, REPEATS, Problem, Sample
 from ...replay.evaluating.evaluated import EvaluatedSample
-from ...reward.grading import Grade, GradeItem, Grader
+from ...reward.grading import Grade, Grader
 from . import scores
 
 SUBJECTS = ("subject", "category", "type")
@@ -21,21 +21,6 @@ LEVELS = ("level", "difficulty")
 def count_of(problem: Problem, temperature: float, samples: int) -> int:
     """Number of responses to a problem: one if they are greedy, and more if its row is repeated."""
     return 1 if temperature == 0 else samples * int(problem.extra.get(REPEATS, 1))
-
-
-def item(problem: Problem, sample: Sample, group: str = "") -> GradeItem:
-    """What is graded of a response."""
-    return GradeItem(
-        text=sample.text,
-        gold=problem.gold,
-        data_source=problem.data_source,
-        finish_reason=sample.finish_reason,
-        prompt_text=problem.prompt_text,
-        tokens=sample.tokens,
-        extra=problem.extra,
-        group=group,
-        episode=sample.episode,
-    )
 
 
 def kept(
