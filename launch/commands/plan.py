@@ -162,7 +162,7 @@ def _measured(plan: Plan) -> Comparison:
     """Measures the learner of a plan on this machine.
 
     Raises:
-        ConfigError: the model's sizes aren't known, so that there is nothing to compare with.
+        ConfigError: the model's sizes aren't known, so that there is nothing to compare with, or nothing is trained.
         TandemError: the step couldn't be made.
     """
     from ...common.errors import ConfigError
@@ -176,6 +176,10 @@ def _measured(plan: Plan) -> Comparison:
         raise ConfigError(
             f"--measure compares with figures on paper, and the sizes of {plan.config.model.path} aren't "
             f"known: name a model folder on this machine"
+        )
+    if not plan.config.learner.train:
+        raise ConfigError(
+            "--measure makes steps of the learner, and with learner.train=false it makes none: leave out --measure"
         )
     here = machine()
     own = node(here, needed=gpus_needed(plan.config)) if here.gpus else None

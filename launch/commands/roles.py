@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -192,14 +193,13 @@ def _seeing(config: Config, held: HeldGpus) -> dict[str, str]:
     Raises:
         ConfigError: too few are left, and ``launch.gpus=required``.
     """
-    from ..plan.hardware import machine
     from ..run.joining import free_gpus
     from ..run.processes.parts import seeing
 
     if config.launch.gpus == "none":
         return seeing(())
-    if not machine().gpus:
-        # CUDA may find some without an nvidia-smi that works.
+    if shutil.which("nvidia-smi") is None:
+        # CUDA may find some without it.
         return {}
     each = config.rollout.gpus_per_worker
     say = logging.getLogger("tandem").warning

@@ -231,8 +231,9 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
     if reasons:
         lines += ["", "would not run" if possible else "no split would run"]
         lines += [f"  - {', '.join(names)}: {why}" for why, names in reasons.items()]
+    own_problems = _problems(plan, "problems of this preset")
     if not possible:
-        return lines
+        return lines + own_problems
     lines.append("")
     best = min(possible, key=lambda split: split.simulated.step)
     before, changed = plan.config, best.plan.config
@@ -258,7 +259,7 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
             + (f"{len(better)} of these are" if better else "none of these is")
             + " more than 5% faster"
         )
-    return lines + _problems(plan, "problems of this preset")
+    return lines + own_problems
 
 
 def _operations(config: Config) -> str:

@@ -170,8 +170,8 @@ def join(joining: Joining, terminal: Terminal) -> int:
         given, most = joining.drain_seconds, config.launch.drain_seconds
         if given is not None and given > most:
             terminal.say(
-                f"warning: --drain {given:g} is over the run's launch.drain_seconds={most:g}, after which a head that "
-                f"stops takes Redis along, so {most:g} s it is: for more, start the run with "
+                f"warning: --drain {given:g} is over the run's launch.drain_seconds={most:g}, and a head that stops "
+                f"waits no longer for other hosts, so {most:g} s it is: for more, start the run with "
                 f"launch.drain_seconds={given:g}"
             )
             joining = replace(joining, drain_seconds=most)

@@ -156,6 +156,9 @@ def test_a_worker_that_is_started_by_hand_sees_a_gpu_that_is_free(
     first.release()
     none = load("miniature").resolve(["launch.gpus=none"])
     assert _seeing(none, first)["CUDA_VISIBLE_DEVICES"] == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=7 name more of them"):
+        _seeing(load("miniature").resolve(["launch.gpus=required"]), first)
     # Without nvidia-smi nobody knows what CUDA finds.
     Path(os.environ["PATH"].split(":")[0], "nvidia-smi").unlink()
     assert _seeing(config, first) == {}

@@ -50,6 +50,12 @@ def test_what_can_be_counted_is_what_the_plan_says() -> None:
     assert any("weight staging" in note for note in found["notes"])
 
 
+def test_nothing_is_measured_where_nothing_is_trained() -> None:
+    done = plan("miniature", "--measure", "learner.train=false")
+    assert done.returncode == 2
+    assert "with learner.train=false it makes none: leave out --measure" in done.stderr
+
+
 def limited() -> None:
     # Enough for the libraries and the model, and much less than the step would take.
     resource.setrlimit(resource.RLIMIT_DATA, (1500 << 20, 1500 << 20))
