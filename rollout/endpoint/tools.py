@@ -27,6 +27,7 @@ Format = Literal["hermes", "llama", "json"]
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCE = re.compile(r"```(?:json)?[^\S\n]*+\n(.*?)\n```", re.DOTALL)
 _TAG = re.compile(r"\[TOOL_CALLS\]\s*(?=[\[{])")
+_LINE = re.compile(rf"^[^\S\n]*{_TAG.pattern}", re.MULTILINE)
 _JSON = re.compile(r"(?:\[\s*)?\{")
 _THINKING, _THOUGHT = "<think>", "</think>"
 _FIRST = {
@@ -116,19 +117,25 @@ def parse(
         if not tagged and not body.startswith("{"):
             return _no_call(text)
         return _parsed(text, _several(body, most), thoughts)
+    tag = _LINE.search(said)
+    if tag is not None and _names_a_call(said[tag.end() :]):
+        return _by_tag(text, said, tag, thoughts, most)
     if wanted := [one for one in _FENCE.findall(said) if _names_a_call(one)][:most]:
         return _parsed(text, wanted, thoughts + _FENCE.sub("", said))
-    body = body.removeprefix("[TOOL_CALLS]").strip()
     if _JSON.match(body):
         found = _several(body, most) if _names_a_call(body) else []
         return _parsed(text, found, thoughts)
     tag = _TAG.search(said)
     if tag is None:
         return _no_call(text)
-    found = _several(said[tag.end() :].strip(), most)
-    made = _parsed(text, found, thoughts + said[: tag.start()])
+    made = _by_tag(text, said, tag, thoughts, most)
     # A text may also be about the tag.
     return _no_call(text) if made.malformed else made
+
+
+def _by_tag(text: str, said: str, tag: re.Match[str], thoughts: str, most: int) -> Parsed:
+    found = _several(said[tag.end() :].strip(), most)
+    return _parsed(text, found, thoughts + said[: tag.start()])
 
 
 def _behind_thoughts(text: str, style: Format, thinks: bool) -> int | None:
