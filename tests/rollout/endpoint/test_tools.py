@@ -83,6 +83,8 @@ def test_a_call_is_read_behind_thoughts_and_never_in_them(
     found = parse(f"{thought}\n\n{call}", style, prefix=lambda: opened)
     assert [(one.name, one.arguments) for one in found.calls] == [ADDED]
     assert (found.content, found.malformed) == (thought, 0)
+    found = parse(f"{call}{thought}{call}" if opened else call, style, prefix=lambda: opened)
+    assert [one.name for one in found.calls] == ["add"]
     for text in (f"{thought}\n\nThe answer is 4.", f"{thought}Hm. <think>{call}"):
         found = parse(text, style, prefix=lambda: opened)
         assert (found.content, found.calls, found.malformed) == (text, (), 0)
@@ -104,8 +106,9 @@ TAGS = '{"name": "write", "arguments": {"text": "a </think> <think> [TOOL_CALLS]
     ],
 )
 @pytest.mark.parametrize("thought", ["", "<think>x</think>\n", "x</think>\n"])
-def test_tags_in_an_argument_are_text(style: Any, call: str, thought: str) -> None:
-    (found,) = parse(f"{thought}{call}", style).calls
+@pytest.mark.parametrize("prompt", ["", "<think>\n"])
+def test_tags_in_an_argument_are_text(style: Any, call: str, thought: str, prompt: str) -> None:
+    (found,) = parse(f"{thought}{call}", style, prefix=lambda: prompt).calls
     assert found.arguments == {"text": "a </think> <think> [TOOL_CALLS] [1]"}
 
 
