@@ -114,13 +114,14 @@ def _regrade(words: list[str], files: list[Path], counts: SourceCounts, stack: E
         return grader.grade_group(replace(group, samples=samples)).samples
 
     def traces(one: ArchivedGroup) -> Iterator[ExpertTrace]:
+        alone = len(one.traces) + len(one.group.samples) == 1
         for trace in one.traces:
             # What the data have judged themselves stays.
             if trace.grader is None:
                 yield trace
                 continue
             (grade,) = experts.grade_texts([item_of(trace, one.group)])
-            kept = accepted(trace, grade, experts.name, config, counts)
+            kept = accepted(trace, grade, experts.name, config, counts, alone=alone)
             if kept is not None:
                 yield kept
 

@@ -43,24 +43,36 @@ def trains_on_traces(config: Config) -> bool:
     return not has_groups(config)
 
 
-def admitted(config: Config) -> tuple[str, ...]:
-    """Verdicts with which graded traces are let in."""
-    if not _learns_from_wrong_ones(config):
+def admitted(config: Config, *, alone: bool = True) -> tuple[str, ...]:
+    """Verdicts with which graded traces are let in.
+
+    Args:
+        config: what is let in.
+        alone: whether they are alone in their groups, as those of data files are.
+    """
+    if not _learns_from_wrong_ones(config, alone):
         return config.expert.accept
     # A failure of the grader says nothing of a text.
     return tuple(verdict.value for verdict in Verdict if not verdict.leaves_baseline)
 
 
-def _learns_from_wrong_ones(config: Config) -> bool:
+def _learns_from_wrong_ones(config: Config, alone: bool) -> bool:
     """Whether traces that are graded wrong are let in although ``expert.accept`` is at its default."""
     objective = config.learner.objective
-    # A graded trace is alone in its group, so that one which compares the rows of groups learns nothing from it.
-    alone = objective.rejects and objective.unit == "row"
-    return trains_on_traces(config) and alone and config.expert.accept == ExpertConfig().accept
+    if not objective.rejects or config.expert.accept != ExpertConfig().accept:
+        return False
+    # One that compares the rows of groups learns nothing from a trace that is alone in its own.
+    return not alone or (trains_on_traces(config) and objective.unit == "row")
 
 
 def accepted(
-    trace: ExpertTrace, grade: Grade, grader: str, config: Config, counts: SourceCounts
+    trace: ExpertTrace,
+    grade: Grade,
+    grader: str,
+    config: Config,
+    counts: SourceCounts,
+    *,
+    alone: bool = True,
 ) -> ExpertTrace | None:
     """The trace with its grade; None if it isn't let in, which is counted.
 
@@ -70,8 +82,9 @@ def accepted(
         grader: ``name@version`` of the grader.
         config: what is let in.
         counts: of what was left out.
+        alone: whether its group has no other row, as with those of data files.
     """
-    if (why := _refusal(grade, config)) is not None:
+    if (why := _refusal(grade, config, alone)) is not None:
         counts.refused_traces[why] = counts.refused_traces.get(why, 0) + 1
         return None
     if grade.verdict is Verdict.CORRECT and not grade.reward:
@@ -87,14 +100,15 @@ def accepted(
     )
 
 
-def _refusal(grade: Grade, config: Config) -> str | None:
+def _refusal(grade: Grade, config: Config, alone: bool) -> str | None:
     """Why a trace of this grade isn't let in, beginning with its verdict; None if it is, or if it is paid nothing."""
     verdict = grade.verdict.value
-    if verdict not in admitted(config):
+    if verdict not in admitted(config, alone=alone):
         return verdict
     if grade.reward is None:
         return f"{verdict} without a reward"
     if grade.verdict is Verdict.CORRECT or grade.reward <= 0:
         return None
-    # It would be learned from as a good one, which nobody has asked for who names no verdicts.
-    return f"{verdict} and yet paid" if _learns_from_wrong_ones(config) else None
+    # Alone, it would be learned from as a good one, which nobody has asked for who names no verdicts.
+    learned = alone and _learns_from_wrong_ones(config, alone)
+    return f"{verdict} and yet paid" if learned else None

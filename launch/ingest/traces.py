@@ -231,12 +231,13 @@ class TraceReader:
     def _continued(self, draft: Draft, text: str) -> str:
         """A response without what the prompt ends with already, the prefill or an opener of thoughts, and without the
         space that the prompt has behind it."""
-        begin = self._config.data.prefill.strip() or OPENER
+        prefill = self._config.data.prefill
+        begin = prefill.strip() or OPENER
         opened, said = draft.text.rstrip(), text.lstrip()
         if not (opened.endswith(begin) and said.startswith(begin)):
-            return text
+            return text if prefill.strip() else text.removeprefix(prefill)
         space, rest = draft.text[len(opened) :], said.removeprefix(begin)
-        if begin[-1].isalnum() and rest[:1].isalnum():
+        if _may_go_on(begin[-1]) and _may_go_on(rest[:1]):
             # It begins with a longer word or number.
             return text
         if rest.startswith(space):
@@ -266,6 +267,12 @@ class TraceReader:
             assert draft.trace is not None
             items.append(item_of(draft.trace, draft.problem))
         return self._grader.grade_texts(items)
+
+
+def _may_go_on(character: str) -> bool:
+    """Whether it is a digit, or a letter of a script that has two cases: these put spaces between words, which
+    Chinese, Japanese and Thai don't."""
+    return character.isdigit() or character.lower() != character.upper()
 
 
 def _with_logprobs(trace: ExpertTrace, logprobs: Float32Array) -> ExpertTrace:

@@ -6,7 +6,8 @@ message unless it has one, and ``history`` has the turns before a question of te
 In a row with none of these columns both responses begin with the prompt: it is what they have in common, by
 message for lists and by character for texts (TRL's implicit prompt), where a blank at its end belongs to the
 responses. Messages that two lists have in common are the prompt in any row, unless they are only the end of what the
-column asks: then it is the column. If they begin with an answer to it, they follow it.
+column asks: then it is the column. If they begin with an answer to it, they follow it, and a system message that only
+the column has stands before them.
 """
 
 from __future__ import annotations
@@ -80,17 +81,20 @@ def _asked(row: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _conversation(row: Mapping[str, Any], common: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The conversation that these shared messages and the row's own column make: one of them is a part of the other, or
-    the shared ones go on from the column with an answer."""
+    """The conversation that these shared messages and the row's own column make: one of them is a part of the other, its
+    system message aside, or the shared ones go on from the column with an answer."""
     column = first_of(row, PROMPTS)
     if column is None or not isinstance(row[column], list) or not row[column]:
         return common
     asked = messages(row, column)
-    ours, shared = _words(asked), _words(common)
-    if ours[-len(shared) :] == shared:
+    shared = _words(common)
+    # An answer that the responses begin with again isn't what they answer.
+    if _words(asked)[-len(shared) :] == shared and asked[-1].role != "assistant":
         return asked
+    system = asked[:1] if asked[0].role == "system" != common[0].role else ()
+    ours = _words(asked[len(system) :])
     if ours in (shared[: len(ours)], shared[-len(ours) :]):
-        return common
+        return (*system, *common)
     if asked[-1].role != "assistant" and common[0].role == "assistant":
         return (*asked, *common)
     what = "and the messages that both responses begin with are two different conversations"

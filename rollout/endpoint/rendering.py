@@ -348,12 +348,12 @@ class Renderer:
             hidden.append({"role": message["role"], **one})
         every = NOTHING if plain else self._any
         offered = [self._hide(tool, every) for tool in tools] if tools else None
+        # Of several templates, transformers takes the one for tools where it is given any, if only an empty list.
         templates = getattr(self._tokenizer, "chat_template", None)
-        is_one_of_several = with_tools and isinstance(templates, dict) and "tool_use" in templates
+        if with_tools and isinstance(templates, dict) and "tool_use" in templates:
+            offered = offered or []
         render = partial(
             self._tokenizer.apply_chat_template,
-            # Of several templates, transformers takes this one where it is given tools.
-            chat_template="tool_use" if is_one_of_several else None,
             tools=offered,
             add_generation_prompt=opened,
             tokenize=False,

@@ -12,7 +12,8 @@ json       the same, or a list of such objects, perhaps behind a     Mistral; an
 
 A tokenizer with a response template of its own (transformers' ``response_template``) is parsed by that, and other
 families by the package renderers (:mod:`.families`). Text is read as JSON and never evaluated. What stands in thoughts
-before the first call (``<think>…</think>``, or behind a ``<think>`` that nothing closes) is no call.
+before the first call (``<think>…</think>``, or behind a ``<think>`` that nothing closes) is no call. Where the prompt
+has the ``<think>`` and nothing closes it, it opens no thoughts: a call is made.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ Format = Literal["hermes", "llama", "json"]
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCE = re.compile(r"```(?:json)?[^\S\n]*+\n(.*?)\n```", re.DOTALL)
 _TAG = re.compile(r"\[TOOL_CALLS\]\s*(?=[\[{])")
+_LINE = re.compile(rf"^[^\S\n]*{_TAG.pattern}", re.MULTILINE)
+_OPENING = re.compile(r"\s*(?:<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|```(?:json)?)?\s*")
+"""What a call may begin with before its JSON."""
 _JSON = re.compile(r"(?:\[\s*)?\{")
 _THINKING, _THOUGHT = "<think>", "</think>"
 _FIRST = {
@@ -100,9 +104,8 @@ def parse(
     if getattr(tokenizer, "response_template", None) is not None:
         return _by_template(text, tokenizer, prefix(), most)
     # Policies that are told to think and call at once end no thought.
-    place = _behind_thoughts(
-        text, style, _THOUGHT in text and prefix().rstrip().endswith(_THINKING)
-    )
+    thinks = _ends_thoughts(text) and prefix().rstrip().endswith(_THINKING)
+    place = _behind_thoughts(text, style, thinks)
     if place is None:
         return _no_call(text)
     thoughts, said = text[:place], text[place:]
@@ -116,19 +119,36 @@ def parse(
         if not tagged and not body.startswith("{"):
             return _no_call(text)
         return _parsed(text, _several(body, most), thoughts)
+    tag = _LINE.search(said)
+    if tag is not None and _names_a_call(said[tag.end() :]):
+        return _by_tag(text, said, tag, thoughts, most)
     if wanted := [one for one in _FENCE.findall(said) if _names_a_call(one)][:most]:
         return _parsed(text, wanted, thoughts + _FENCE.sub("", said))
-    body = body.removeprefix("[TOOL_CALLS]").strip()
     if _JSON.match(body):
         found = _several(body, most) if _names_a_call(body) else []
         return _parsed(text, found, thoughts)
     tag = _TAG.search(said)
     if tag is None:
         return _no_call(text)
-    found = _several(said[tag.end() :].strip(), most)
-    made = _parsed(text, found, thoughts + said[: tag.start()])
+    made = _by_tag(text, said, tag, thoughts, most)
     # A text may also be about the tag.
     return _no_call(text) if made.malformed else made
+
+
+def _by_tag(text: str, said: str, tag: re.Match[str], thoughts: str, most: int) -> Parsed:
+    found = _several(said[tag.end() :].strip(), most)
+    return _parsed(text, found, thoughts + said[: tag.start()])
+
+
+def _ends_thoughts(text: str) -> bool:
+    """Whether the end of thoughts stands in a text, other than in the arguments of a call with which it begins."""
+    begin = _OPENING.match(text)
+    assert begin is not None
+    try:
+        _, end = _DECODER.raw_decode(text, begin.end())
+    except (ValueError, RecursionError):
+        end = 0
+    return text.find(_THOUGHT, end) >= 0
 
 
 def _behind_thoughts(text: str, style: Format, thinks: bool) -> int | None:

@@ -68,8 +68,14 @@ def trace(number: int, text: str, **more: Any) -> ExpertTrace:
     )
 
 
-def kept(*traces: ExpertTrace, extras: tuple[dict[str, Any], ...] = ({},)) -> None:
+def kept(
+    *traces: ExpertTrace,
+    extras: tuple[dict[str, Any], ...] = ({},),
+    samples: tuple[Sample, ...] | None = None,
+) -> None:
     """Writes an archive with a group for each of ``extras``, of which the first has the traces."""
+    if samples is None:
+        samples = sample(RIGHT), sample(WRONG)
     groups = [
         ArchivedGroup(
             step=1,
@@ -83,7 +89,7 @@ def kept(*traces: ExpertTrace, extras: tuple[dict[str, Any], ...] = ({},)) -> No
                 prompt_text="3+4?",
                 gold="7",
                 data_source="made_up",
-                samples=(sample(RIGHT), sample(WRONG)),
+                samples=samples,
                 trace_ids=tuple(one.trace_id for one in traces),
                 extra=extra,
             ),
@@ -134,12 +140,29 @@ def test_so_are_right_traces_that_it_pays_nothing(capsys: pytest.CaptureFixture[
         ("miniature", "expert.accept=[correct, wrong]"),
         # It learns from both kinds.
         ("miniature-sft", "learner.objective={name: kto, advantage: none}"),
+        ("miniature-sft", "learner.objective.name=dpo"),
+        ("miniature", "learner.objective.name=dpo"),
     ],
 )
 def test_wrong_traces_stay_where_they_are_learned_from(preset: str, setting: str) -> None:
     kept(trace(0, WRONG))
     (one,) = regraded(ACCURACY, setting, preset=preset)
     assert [(made.verdict, made.reward) for made in one.traces] == [(Verdict.WRONG, 0.0)]
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_pair_stays_whatever_its_worse_one_is_paid(objective: str) -> None:
+    kept(trace(0, RIGHT), trace(1, WRONG), samples=())
+    boxed = "{name: format, weight: 0.1, params: {style: boxed}}"
+    reward = f"reward.components=[{{name: accuracy}}, {boxed}]"
+    (one,) = regraded(reward, f"learner.objective.name={objective}", preset="miniature-sft")
+    assert [made.reward for made in one.traces] == [1.1, 0.1]
+
+
+def test_a_wrong_trace_that_is_alone_stays_only_where_nothing_is_compared() -> None:
+    kept(trace(0, WRONG), samples=())
+    (one,) = regraded(ACCURACY, "learner.objective.name=dpo", preset="miniature-sft")
+    assert one.traces == ()
 
 
 def test_of_a_conversation_the_tokens_of_the_last_answer_are_graded() -> None:

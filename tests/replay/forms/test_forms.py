@@ -217,11 +217,13 @@ def test_messages_that_a_pair_shares_may_be_a_part_of_its_prompt(tmp_path: Path)
         row(whole[:3], whole),
         row([], whole),
         row(whole[:2], whole[2:]),
+        *(row([system, *asked], whole[1:]) for asked in ([], [first[0]], [last])),
     ]
     for found in all_of(write_lines(tmp_path / "a.jsonl", rows)):
         assert [one.content for one in found.content.prompt] == [one["content"] for one in whole]
-    with pytest.raises(DataError, match=r"column prompt: .* two different conversations: leave"):
-        all_of(write_lines(tmp_path / "a.jsonl", [row([said("user", "3+3?")], whole)]))
+    for prompt, shared in (([said("user", "3+3?")], whole), (first, first[1:])):
+        with pytest.raises(DataError, match=r"column prompt: .* two different conversations: le"):
+            all_of(write_lines(tmp_path / "a.jsonl", [row(prompt, shared)]))
 
 
 def test_a_pair_with_an_empty_question_is_left_out(tmp_path: Path):

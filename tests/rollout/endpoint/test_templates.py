@@ -388,7 +388,7 @@ def test_results_are_rendered_by_a_models_own_template_for_tools() -> None:
     own = copy.deepcopy(tokenizer("chatml"))
     own.chat_template = {
         "default": f"{refuses}{{% endif %}}<|im_start|>{{{{ m.content }}}}<|im_end|>{{% endfor %}}",
-        "tool_use": PLAIN,
+        "tool_use": f"{{% for tool in tools %}}{{{{ tool.function.name }}}}{{% endfor %}}{PLAIN}",
     }
     renderer = Renderer(own, 1 << 20)
     assert renderer.lost() == ""

@@ -41,6 +41,14 @@ def tagged(*calls: str) -> str:
         ("json", f"[TOOL_CALLS] [{ADD}, {SUB}]", [ADDED, SUBBED], ""),
         ("json", f"I call it.\n[TOOL_CALLS][{ADD}]", [ADDED], "I call it."),
         ("json", f"[1] I call it.\n[TOOL_CALLS][{ADD}]", [ADDED], "[1] I call it."),
+        ("json", f"I call [TOOL_CALLS][{ADD}]", [ADDED], "I call"),
+        (
+            "json",
+            f"As in [TOOL_CALLS] [1].\n[TOOL_CALLS][{ADD}]",
+            [ADDED],
+            "As in [TOOL_CALLS] [1].",
+        ),
+        ("json", f"```json\n{SUB}\n```\n[TOOL_CALLS][{ADD}]", [ADDED], f"```json\n{SUB}\n```"),
         ("json", f"So:\n```json\n{ADD}\n```", [ADDED], "So:"),
         ("json", f"[1] So:\n```json\n{ADD}\n```", [ADDED], "[1] So:"),
         ("json", "So:\n```\nprint(1)\n```", [], "So:\n```\nprint(1)\n```"),
@@ -75,6 +83,8 @@ def test_a_call_is_read_behind_thoughts_and_never_in_them(
     found = parse(f"{thought}\n\n{call}", style, prefix=lambda: opened)
     assert [(one.name, one.arguments) for one in found.calls] == [ADDED]
     assert (found.content, found.malformed) == (thought, 0)
+    found = parse(f"{call}{thought}{call}" if opened else call, style, prefix=lambda: opened)
+    assert [one.name for one in found.calls] == ["add"]
     for text in (f"{thought}\n\nThe answer is 4.", f"{thought}Hm. <think>{call}"):
         found = parse(text, style, prefix=lambda: opened)
         assert (found.content, found.calls, found.malformed) == (text, (), 0)
@@ -96,8 +106,9 @@ TAGS = '{"name": "write", "arguments": {"text": "a </think> <think> [TOOL_CALLS]
     ],
 )
 @pytest.mark.parametrize("thought", ["", "<think>x</think>\n", "x</think>\n"])
-def test_tags_in_an_argument_are_text(style: Any, call: str, thought: str) -> None:
-    (found,) = parse(f"{thought}{call}", style).calls
+@pytest.mark.parametrize("prompt", ["", "<think>\n"])
+def test_tags_in_an_argument_are_text(style: Any, call: str, thought: str, prompt: str) -> None:
+    (found,) = parse(f"{thought}{call}", style, prefix=lambda: prompt).calls
     assert found.arguments == {"text": "a </think> <think> [TOOL_CALLS] [1]"}
 
 
@@ -160,11 +171,18 @@ def test_a_malformed_call_is_told_and_the_text_kept(style: Any, call: str) -> No
         ("llama", "<|python_tag|>import os"),
         ("llama", '{"name": "add", '),
         ("json", '```json\n{"name": add}\n```'),
+        ("json", '[TOOL_CALLS][{"name": "add", }]'),
+        ("json", 'I call it.\n[TOOL_CALLS][{"name": "add", }]'),
     ],
 )
 def test_what_looks_like_a_call_and_isnt_json_is_malformed(style: Any, text: str) -> None:
     found = parse(text, style)
     assert (found.content, found.calls, found.malformed) == (text, (), 1)
+
+
+def test_a_fence_behind_a_tagged_call_is_not_called_in_its_place() -> None:
+    found = parse(f"[TOOL_CALLS][{ADD}]\n```json\n{SUB}\n```", "json")
+    assert (found.calls, found.malformed) == ((), 1)
 
 
 def test_of_parallel_calls_none_is_made_where_one_is_malformed() -> None:
