@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.launch.plan.placement import workers_of
 from tandem.launch.run.opened.presets import FOLDER, Preset, load, names
-from tandem.launch.run.several.stages import of_plan
+from tandem.launch.run.several.placing import of_plan
 
 PAGE = Path(__file__).with_name("presets.md")
 

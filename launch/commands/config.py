@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ...common.config import to_yaml
     from ..run.opened.presets import load, split
-    from ..run.several.stages import of_preset
+    from ..run.several.placing import of_preset
     from .settings import commented
 
     name, overrides = split(arguments.words, "miniature")

@@ -64,7 +64,7 @@ def _findings(
 ) -> list[Finding]:
     """What each run of a preset needs; stages mostly need the same."""
     from ..host.requirements import examine
-    from ..run.several.stages import of_plan
+    from ..run.several.placing import of_plan
 
     found: list[Finding] = []
     earlier: list[Path] = []

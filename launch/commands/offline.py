@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     code = run_words(words, fresh=fresh, offline=True, plain=arguments.plain)
     if arguments.step is not None and code == 0:
         from ..run.opened.opening import open_preset
-        from ..run.several.stages import folder_of
+        from ..run.several.placing import folder_of
 
         _print(RunFolder(folder_of(*open_preset(words, offline=True))), arguments.step)
     return code

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ..run.opened.presets import load, split
-    from ..run.several.stages import of_plan
+    from ..run.several.placing import of_plan
 
     name, overrides = split(arguments.words, "miniature")
     runs = [(*one, one[1].resolve(one[2])) for one in of_plan(load(name), overrides)]

@@ -64,7 +64,7 @@ def start(
     """
     from ...common.config import valid_keys
     from ..run.opened.presets import load
-    from ..run.several.stages import folder_of
+    from ..run.several.placing import folder_of
 
     words = [f"{key}={_word(value)}" for key, value in _flat("", overrides, set(valid_keys()))]
     folder = RunFolder(folder_of(load(preset), words))

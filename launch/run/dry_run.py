@@ -22,7 +22,7 @@ from .opened.opening import Opening, free_name, open_preset, open_run
 from .opened.presets import Preset
 from .processes import roles as started
 from .processes.parts import ProcessSpec, command_of
-from .several.stages import begun_with, folder_of, of_plan
+from .several.placing import begun_with, folder_of, of_plan
 
 if TYPE_CHECKING:
     from ...common.config import Config

@@ -16,7 +16,7 @@ from tandem.common.errors import ConfigError
 from tandem.launch import cli
 from tandem.launch.cli import main
 from tandem.launch.run.opened import presets
-from tandem.launch.run.several.stages import of_preset
+from tandem.launch.run.several.placing import of_preset
 
 
 def tandem(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -4,7 +4,7 @@ Beside the sections of the config a preset's file may hold:
 
 - ``base``: the name or path of a preset that it inherits from, or a list of them, each laid over those
   before it; sections are merged key by key, lists are replaced;
-- ``stages``: a list of runs that one command makes one after another (:mod:`..several.stages`), each with a
+- ``stages``: a list of runs that one command makes one after another (:mod:`..several.placing`), each with a
   ``name``, perhaps a ``base`` of its own, sections that go over the file's, and ``by_name``, a list of
   sections of which settings on the command line reach it only with its name in front;
 - ``rounds``: how often the stages are gone through;

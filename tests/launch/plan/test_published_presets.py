@@ -18,7 +18,7 @@ from tandem.common.config.groups import rows_of_group
 from tandem.common.prompts import render_text
 from tandem.launch.miniature import tokenizer as miniature
 from tandem.launch.run.opened.presets import FOLDER, load, names
-from tandem.launch.run.several.stages import placed
+from tandem.launch.run.several.placing import placed
 from tandem.replay.forms import DataRow, read_rows
 
 Table = dict[str, Any]

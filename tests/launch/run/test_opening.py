@@ -15,7 +15,7 @@ from tandem.launch.host.folder_lock import FolderLock
 from tandem.launch.run.opened.opening import Kind, Opening, make_folder, open_folder
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.opened.record import RunRecord, apart, as_kept
-from tandem.launch.run.several.stages import folder_of, placed
+from tandem.launch.run.several.placing import folder_of, placed
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,8 @@ from tandem.launch.run.opened.opening import Opening
 from tandem.launch.run.opened.presets import Preset, load
 from tandem.launch.run.running import Running
 from tandem.launch.run.several import stages
-from tandem.launch.run.several.stages import folder_of, of_preset, placed, run_words, words_of
+from tandem.launch.run.several.placing import folder_of, of_preset, placed, words_of
+from tandem.launch.run.several.stages import run_words
 
 TWO = """
 base: miniature
