@@ -1,12 +1,13 @@
-"""A problem with its solution: competition MATH, NuminaMath, NuminaMath-TIR, OpenMathReasoning.
+"""A problem with its solution: competition MATH, NuminaMath, NuminaMath-TIR, OpenMathReasoning, OlympiadBench.
 
 =================================================  ====================================================
 column (the first that isn't blank)                meaning
 =================================================  ====================================================
 ``problem``                                        the question
-``solution``, ``generated_solution``               the solution, which is a response to learn from;
+``solution``, ``generated_solution``               the solution, which is a response to learn from: a
+                                                   text, or the first one of a list (OlympiadBench);
                                                    may be blank where there is an answer
-``expected_answer``, ``answer``                    the gold answer; without it the solution holds it,
+``expected_answer``, ``answer``, ``final_answer``  the gold answer; without it the solution holds it,
                                                    in its last ``\\boxed{}``
 ``source``, ``problem_source``                     where the row is from; may be absent
 =================================================  ====================================================
@@ -39,13 +40,12 @@ from .row import (
 
 QUESTIONS = ("problem", "question")
 SOLUTIONS = ("solution", "generated_solution")
-ANSWERS = ("expected_answer", "answer")
+ANSWERS = ("expected_answer", "answer", "final_answer")
 NO_ANSWER = ("proof", "notfound", "n/a")
 
 
 def read(row: Mapping[str, Any]) -> Content:
-    column = first_filled(row, SOLUTIONS)
-    solution = text(row, column) if column is not None else ""
+    solution = _solution(row)
     answered = first_filled(row, ANSWERS)
     if answered is None:
         answer = solution if "\\boxed" in solution or "\\fbox" in solution else ""
@@ -65,6 +65,14 @@ def read(row: Mapping[str, Any]) -> Content:
     )
 
 
+def _solution(row: Mapping[str, Any]) -> str:
+    column = first_filled(row, SOLUTIONS)
+    if column is None or row[column] == []:
+        return ""
+    found = row[column]
+    return text({column: found[0]} if isinstance(found, list) else row, column)
+
+
 def write(content: Content) -> dict[str, Any]:
     return {
         **content.extra,
@@ -79,7 +87,7 @@ def write(content: Content) -> dict[str, Any]:
 
 FORM = Form(
     name="problem_solution",
-    about="competition MATH, NuminaMath, NuminaMath-TIR, OpenMathReasoning",
+    about="competition MATH, NuminaMath, NuminaMath-TIR, OpenMathReasoning, OlympiadBench",
     columns=tuple((asked, solution) for asked in QUESTIONS for solution in SOLUTIONS),
     also=(*ANSWERS, *SOURCES, "messages"),
     read=read,

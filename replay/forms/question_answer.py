@@ -1,8 +1,9 @@
 """A question with its gold answer and nothing to learn from: AIME, AMC, MATH-500, Minerva and the like.
 
-``question`` (or ``problem``, or ``prompt``, which may be a list of messages) is the question. ``answer`` (or
-``gold``, ``ground_truth``, or OlympiadBench's ``final_answer``) is the gold answer as text, as a number (142.0 is read as 142), or as a solution
-that holds it in its last ``\\boxed{}``. A text in ``system`` is the system message, unless the question has one.
+``question`` (or ``problem``, ``Problem``, or ``prompt``, which may be a list of messages) is the question. ``answer`` (or
+``Answer``, ``gold``, ``ground_truth``, or OlympiadBench's ``final_answer``) is the gold answer as text, as a number (142.0 is
+read as 142), or as a solution that holds it in its last ``\\boxed{}``. A text in ``system`` is the system message, unless
+the question has one.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from .row import (
     with_system,
 )
 
-QUESTIONS = ("question", "problem", "prompt")
-ANSWERS = ("answer", "gold", "ground_truth", "final_answer")
+QUESTIONS = ("question", "problem", "prompt", "Problem")
+ANSWERS = ("answer", "gold", "ground_truth", "final_answer", "Answer")
 
 
 def read(row: Mapping[str, Any]) -> Content:

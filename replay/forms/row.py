@@ -123,9 +123,10 @@ def messages(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
                 way_out += ", or turns=all of a source, which reads tools' messages as well"
             raise RowError(column, role, "isn't a role", way_out)
         if not isinstance(content, str) or not content:
-            raise RowError(
-                column, content, f"is the content of a {role} message", "it must be text"
-            )
+            way_out = "it must be text"
+            if item.get("tool_calls"):
+                way_out += ", or set turns=all of a source, which reads calls of tools as well"
+            raise _no_content(column, content, role, way_out)
         found.append(Message(role=role, content=content))
     return tuple(found)
 
@@ -148,11 +149,13 @@ def whole_messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
         content = message.setdefault("content", "")
         may_be_empty = role == TOOL or bool(calls)
         if not isinstance(content, str) or not (content or may_be_empty):
-            raise RowError(
-                column, content, f"is the content of a {role} message", "it must be text"
-            )
+            raise _no_content(column, content, str(role), "it must be text")
         found.append(message)
     return found
+
+
+def _no_content(column: str, content: Any, role: str, way_out: str) -> RowError:
+    return RowError(column, content, f"is the content of a message of the role {role}", way_out)
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:

@@ -436,7 +436,7 @@ def test_a_conversation_can_be_read_with_all_its_answers(tmp_path: Path):
         assert (one.target, one.gold, one.extra) == ("one", "1", {"level": 2})
         assert one.tools == ({"function": {"name": "add"}},)
         assert (asked_only.turns, asked_only.target) == ((), None)
-        with pytest.raises(DataError, match="is the content of a assistant message"):
+        with pytest.raises(DataError, match="is the content of a message of the role assistant"):
             all_of(path)
     results = {"messages": [said("user", "q"), said("tool", "1"), said("assistant", "a")]}
     with pytest.raises(DataError, match=r"'tool' isn't a role.* or turns=all of a source"):
@@ -451,8 +451,14 @@ def test_a_conversation_can_be_read_with_all_its_answers(tmp_path: Path):
             [said("user", "q"), said("tool", "1"), said("assistant", "a")],
             "begins with a tool's message",
         ),
-        ([said("user", "q"), said("assistant", "")], "is the content of a assistant message"),
-        ([said("user", "q"), said("assistant", ["a"])], "is the content of a assistant message"),
+        (
+            [said("user", "q"), said("assistant", "")],
+            "is the content of a message of the role assistant",
+        ),
+        (
+            [said("user", "q"), said("assistant", ["a"])],
+            "is the content of a message of the role assistant",
+        ),
         ([said("user", "q"), said("assistant", "", tool_calls=["add"])], "isn't a list of objects"),
         ([said("user", "q"), said("assistant", "", tool_calls=[{"a": 1}])], "is a call of no tool"),
         ([said("user", "q"), said("judge", "a")], "isn't a role"),
@@ -673,9 +679,26 @@ def test_gpqa_gets_an_order_of_options_that_does_not_show_the_answer(tmp_path: P
 
 def test_olympiad_bench_has_its_answer_in_a_list_of_one(tmp_path: Path):
     row = {"question": "2 + 2?", "solution": ["by counting"], "final_answer": ["$4$"], "unit": None}
-    path = write_lines(tmp_path / "a.jsonl", [row])
-    (found,) = all_of(path, "question_answer")
+    path = write_lines(tmp_path / "a.jsonl", [row, {**row, "solution": []}])
+    kept = [(found.content.gold, found.content.target) for found in all_of(path)]
+    assert kept == [("$4$", "by counting"), ("$4$", None)]
+    (found, _) = all_of(path, "question_answer")
     assert (found.content.gold, found.content.target) == ("$4$", None)
+
+
+def test_columns_of_questions_and_answers_may_begin_with_a_capital(tmp_path: Path):
+    row = {"ID": "2024-I-1", "Problem": "2 + 2?", "Solution": "by counting", "Answer": 4}
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert (found.content.prompt[0].content, found.content.gold) == ("2 + 2?", "4")
+    assert found.content.extra == {"ID": "2024-I-1", "Solution": "by counting"}
+
+
+def test_a_call_of_a_tool_without_text_names_the_setting_that_reads_it(tmp_path: Path):
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    turns = [said("user", "2+2?"), said("assistant", None, tool_calls=[call])]
+    row = {"messages": [*turns, said("tool", "4"), said("assistant", "4")]}
+    with pytest.raises(DataError, match="turns=all"):
+        all_of(write_lines(tmp_path / "a.jsonl", [row]))
 
 
 @pytest.mark.parametrize("column", ["system", "history"])
