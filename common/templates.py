@@ -65,8 +65,12 @@ def _published() -> dict[str, dict[str, Any]]:
 
 
 @cache
-def named(name: str) -> Template:
+def named(name: str, *, key: str = "data.template") -> Template:
     """The template with this name, or the one in the file of this path, which is read once.
+
+    Args:
+        name: a template's name, or a path.
+        key: the setting that names it, for the messages.
 
     Raises:
         ConfigError: there is no such template or file, or its text hasn't exactly one ``{question}``.
@@ -82,15 +86,15 @@ def named(name: str) -> Template:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it isn't UTF-8"
         raise ConfigError(
-            f"data.template={name} is neither one of {', '.join(names())} nor a file that can be "
+            f"{key}={name} is neither one of {', '.join(names())} nor a file that can be "
             f"read: {why}"
         ) from None
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(f"data.template={name} has more than {MAX_CHARACTERS:,} characters")
+        raise ConfigError(f"{key}={name} has more than {MAX_CHARACTERS:,} characters")
     count = text.count(QUESTION)
     if count != 1:
         raise ConfigError(
-            f"data.template={name} has {QUESTION} {count} times: it must stand there once, where the "
+            f"{key}={name} has {QUESTION} {count} times: it must stand there once, where the "
             f"question goes"
         )
     return Template(name=name, text=text)

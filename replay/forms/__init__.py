@@ -44,6 +44,7 @@ __all__ = [
     "Message",
     "RowError",
     "check_form",
+    "check_form_name",
     "data_files",
     "form_of",
     "read_rows",
@@ -230,7 +231,7 @@ def _nearest(row: Mapping[str, Any]) -> str:
     return ""
 
 
-def named_form(name: str) -> Form:
+def named_form(name: str, *, key: str = "form") -> Form:
     """The form with this name, or a user's own.
 
     Raises:
@@ -249,9 +250,27 @@ def named_form(name: str) -> Form:
         if form.name == name:
             return form
     raise ConfigError(
-        f"form={name} isn't known: use {', '.join(form.name for form in FORMS)}, or "
+        f"{key}={name} isn't known: use {', '.join(form.name for form in FORMS)}, or "
         f"package.module:function"
     )
+
+
+def check_form_name(name: str | None, *, key: str) -> None:
+    """Refuses a form that nothing has, without importing what a user's function is in.
+
+    Args:
+        name: a form's name, an import path, or None.
+        key: the setting that names it, for the message.
+
+    Raises:
+        ConfigError: there is no such form or module.
+    """
+    if name is None:
+        return
+    if ":" not in name:
+        named_form(name, key=key)
+    elif not import_path.has_module(name):
+        raise ConfigError(f"{key}={name!r}: there is no such module. {import_path.WAY_OUT}")
 
 
 def _imported(name: str) -> Callable[[Mapping[str, Any]], Any]:

@@ -58,12 +58,13 @@ def register_mode(mode: Mode) -> Mode:
     return mode
 
 
-def mode(name: str, *, tuple_for_set: bool = True) -> Mode:
+def mode(name: str, *, tuple_for_set: bool = True, key: str = "reward.mode") -> Mode:
     """The mode of that name.
 
     Args:
         name: a value of ``reward.mode``.
         tuple_for_set: see :class:`~tandem.common.config.RewardConfig`.
+        key: the setting that names it, for the message.
 
     Raises:
         ConfigError: there is no such mode.
@@ -72,7 +73,7 @@ def mode(name: str, *, tuple_for_set: bool = True) -> Mode:
     if known is None:
         close = difflib.get_close_matches(name, MODES, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise ConfigError(f"reward.mode={name!r} isn't one of {', '.join(sorted(MODES))}{hint}")
+        raise ConfigError(f"{key}={name!r} isn't one of {', '.join(sorted(MODES))}{hint}")
     return known if tuple_for_set else replace(known, tuple_for_set=False)
 
 

@@ -202,6 +202,18 @@ def test_the_plain_gradient_of_several_updates_is_named_and_may_be_started():
     assert start(named("cispo"), FRESH, *plain, "learner.minibatches=4") is None
 
 
+def test_a_parameter_that_no_shaping_of_the_objective_reads_is_refused():
+    coefficient, exponent = (
+        f"learner.objective.shaping_{key}=2" for key in ("coefficient", "exponent")
+    )
+    read = r"read by the shaping log or plus_log, and learner\.objective has own_shaping=none and shaping=ratio"
+    assert re.search(read, start(named("luffy"), coefficient) or "")
+    assert "own_shaping=none: leave it out" in (start(named("grpo"), exponent) or "")
+    assert start(named("luffy"), coefficient, "learner.objective.shaping=log") is None
+    assert start(named("grpo"), exponent, "learner.objective.own_shaping=power") is None
+    assert start(named("luffy"), "learner.objective.shaping_exponent=0.5") is None
+
+
 def test_a_bound_of_the_kl_needs_updates_that_it_can_leave_out():
     bound = "learner.stop_kl=0.1"
     with pytest.raises(ConfigError, match=r"a step has one: raise learner\.update_epochs"):

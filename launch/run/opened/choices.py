@@ -10,11 +10,13 @@ import importlib.util
 from collections.abc import Iterator
 from functools import lru_cache
 
-from ....common.config import Config
+from ....common import templates
+from ....common.config import Config, DataConfig
 from ....common.errors import ConfigError
 from ....common.import_path import WAY_OUT, has_module, is_import_path
 from ....learner.loop import own_schedule
 from ....learner.loop.schedule import CRITIC_KEY, warmup_of
+from ....replay.forms import check_form_name
 from ....reward.components.scoring import Scorer
 from ....reward.reading import modes
 from ...callbacks.caller import Caller, Ended
@@ -25,6 +27,7 @@ def check_named(config: Config) -> None:
     """Raises ``ConfigError`` for a name that leads nowhere."""
     modes.mode(config.reward.mode, tuple_for_set=config.reward.tuple_for_set)
     Scorer(config.reward)
+    _check_data(config.data)
     if config.replay.redis_url is not None:
         existing_redis.joining(config.replay, "", None)
     for key, path in _own(config):
@@ -41,6 +44,19 @@ def check_named(config: Config) -> None:
         if is_import_path(optimizer.schedule):
             first = 1 if total is None else warmup_of(optimizer, total) + 1
             _check_schedule(key, optimizer.schedule, first, total)
+
+
+def _check_data(data: DataConfig) -> None:
+    """Looks up the forms, modes and templates that the data's settings name; functions of the user's are only found."""
+    templates.named(data.template)
+    for place, one in enumerate(data.evaluate):
+        if one.mode is not None:
+            modes.mode(one.mode, key=f"data.evaluate.{place}.mode")
+        if one.template is not None:
+            templates.named(one.template, key=f"data.evaluate.{place}.template")
+    for part in ("train", "evaluate"):
+        for place, source in enumerate(getattr(data, part)):
+            check_form_name(source.form, key=f"data.{part}.{place}.form")
 
 
 def _check_functions(config: Config) -> None:
