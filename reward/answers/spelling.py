@@ -20,6 +20,13 @@ _COMMANDS = {
         for size in ("big", "Big", "bigg", "Bigg")
         for side in ("", "l", "m", "r")
     },
+    **{
+        f"\\{size}": ""
+        for size in (
+            *("tiny", "scriptsize", "footnotesize", "small", "normalsize"),
+            *("large", "Large", "LARGE", "huge", "Huge"),
+        )
+    },
     "\\displaystyle": "",
     "\\textstyle": "",
     "\\limits": "",
@@ -69,6 +76,9 @@ _COMMANDS = {
     "\\vee": "\\text{ or }",
 }
 _COMMAND = re.compile(r"\\(?:left|right)\s*\.|\\(?:[A-Za-z]+|.)", re.DOTALL)
+_SWITCH = re.compile(r"\\(?:bf|it|rm|sf|tt|bfseries|itshape)(?![A-Za-z]|\s*\{)\s*")
+"""A command that changes the style of what follows it, to the end of its group."""
+_SWITCHED = re.compile(rf"\{{\s*{_SWITCH.pattern}([^{{}}]*)\}}")
 _THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|\\thinspace ?|,\s?\\!\s?|\\!\s?,\s?)(?=\d{3}(?!\d))")
 _LINE_SKIP = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]")
 _TEXT_MINUS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*[-\u2212\u2013]\s*\}")
@@ -209,6 +219,12 @@ def _command(match: re.Match[str]) -> str:
     return "" if command[-1] == "." and command != "\\." else command
 
 
+def _styled(match: re.Match[str]) -> str:
+    """A group without its style: a word, as of a unit, stays upright, so that it isn't a product of letters."""
+    content = match[1].strip()
+    return f"\\mathrm{{{content}}}" if content.isalpha() and len(content) > 1 else f"{{{content}}}"
+
+
 def plain(text: str) -> str:
     """A text with one spelling for each command and character; its structure is kept."""
     if not text.isascii():
@@ -224,6 +240,7 @@ def plain(text: str) -> str:
         elif text.endswith("\\"):
             # A trailing "\\ " that has lost its blank.
             text = text[:-1]
+        text = _SWITCHED.sub(_styled, text)
         if "\\text" in text or "\\math" in text or "\\mbox" in text:
             text = _TEXT_MINUS.sub("-", text)
             text = _UPRIGHT.sub(r" \1\2 ", text)
@@ -233,7 +250,7 @@ def plain(text: str) -> str:
             text = _NOT_EQUAL.sub(r"\\ne ", text)
         if "color" in text:
             text = _COLOUR.sub("", text)
-        text = _COMMAND.sub(_command, text)
+        text = _SWITCH.sub("", _COMMAND.sub(_command, text))
         if "\\begin" in text:
             system = _SYSTEM.fullmatch(text)
             text = _listed(system) if system is not None else text

@@ -17,7 +17,7 @@ from ...common.errors import ConfigError
 from . import extraction, options
 from .extraction import Extraction, find
 
-GRADER_VERSION = 12
+GRADER_VERSION = 13
 """Increased whenever a verdict may change, so that stored samples can be graded again.
 tests/reward/answers/test_version.py notices changed verdicts and says what to do."""
 
@@ -105,7 +105,8 @@ def _of_tag(tag: str | None) -> Extraction:
 
 
 def _read_tag(text: str, prompt: str, truncated: bool) -> Extraction:
-    return _of_tag(extraction.answer_tag(text))
+    found = _of_tag(extraction.answer_tag(text))
+    return found if found.answer is None else replace(found, answer=extraction.refine(found.answer))
 
 
 # --- upstream's ------------------------------------------------------------------------------
