@@ -62,15 +62,20 @@ LOOK_SECONDS = 0.01
 _numbers = itertools.count(1)
 
 
-def arguments(lora: LoraConfig, versions: int) -> dict[str, Any]:
+def arguments(lora: LoraConfig, versions: int, specs: Sequence[ParameterSpec]) -> dict[str, Any]:
     """vLLM's engine arguments for adapters.
 
     Args:
         lora: ``learner.lora``.
         versions: number of versions whose adapters samples may use at the same time.
+        specs: the adapters' tensors.
     """
+    layers = {spec.name.rpartition(".lora_")[0] for spec in specs}
     return {
         "enable_lora": True,
+        # Else vLLM prepares the output head for adapters, too, if the model's family lists it (Llama, Qwen3), and
+        # on CPUs then ends at the first request that asks for a prompt's log-probs (seen in 0.32).
+        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
         "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
         "max_loras": versions,
         # A new one is loaded before an old one is forgotten.
