@@ -173,7 +173,7 @@ def _vllm(
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache,
         "enforce_eager": settings.enforce_eager,
-        **(vllm_adapters.arguments(lora, versions) if lora is not None else {}),
+        **(vllm_adapters.arguments(lora, versions, facts.specs) if lora is not None else {}),
     }
     # A step has a token of each row at least, or vLLM refuses to start; without chunked prefill a whole sample, too.
     whole = facts.context if settings.args.get("enable_chunked_prefill") is False else 0

@@ -41,6 +41,7 @@ VLLM_SETTINGS = {
     "max_lora_rank": "learner.lora.rank",
     "max_loras": "replay.max_staleness",
     "max_cpu_loras": "replay.max_staleness",
+    "lora_target_modules": "learner.lora.targets",
     "lora_dtype": "rollout.dtype",
 }
 """vLLM's engine arguments that are settings of Tandem's, with these settings."""

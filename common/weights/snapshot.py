@@ -39,7 +39,7 @@ def write(
     manifest: WeightManifest, staged: StagedTensors, folder: Path, being_read: Collection[str] = ()
 ) -> None:
     """The learner's end: writes a version into the folder of all snapshots, which is created if need be,
-    points ``LATEST`` to it and removes old ones.
+    in the place of one of the same version, points ``LATEST`` to it and removes old ones.
 
     Args:
         being_read: names of older snapshots that workers may be reading, which are kept.
@@ -51,12 +51,14 @@ def write(
     target = folder / str(version)
     beside = folder / f".{version}.{secrets.token_hex(4)}"
     try:
-        if not target.is_dir():
-            beside.mkdir(parents=True)
-            save_file(dict(staged.tensors()), beside / MODEL, {"format": "pt"})
-            (beside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
-            sync_tree(beside)
-            beside.rename(target)
+        beside.mkdir(parents=True)
+        save_file(dict(staged.tensors()), beside / MODEL, {"format": "pt"})
+        (beside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        sync_tree(beside)
+        if target.is_dir():
+            # It was damaged. Whoever reads it has its file open.
+            target.rename(folder / f"{beside.name}.old")
+        beside.rename(target)
         write_atomic(folder / LATEST, target.name)
         sync_folder(folder)
     except (OSError, SafetensorError) as error:
@@ -92,7 +94,10 @@ def fetch(manifest: WeightManifest, place: str, memory: Memory) -> StagedTensors
                     )
                 view.copy_(tensor)
     except (OSError, SafetensorError) as error:
-        raise WeightsError(f"the snapshot {place} can't be read here: {error}") from None
+        raise WeightsError(
+            f"the snapshot {place} can't be read here: {error}; it must be in a folder that learner and workers "
+            f"share (weights.snapshot_folder)"
+        ) from None
     return staged
 
 

@@ -25,6 +25,7 @@ from torch.distributed import TCPStore
 from ..config import WeightsConfig
 from ..errors import TandemError, WeightsError, WireError
 from ..mailbox import Mailbox
+from ..records import Version
 from ..sockets import local_address
 from ..waiting import Wait
 from . import snapshot
@@ -42,7 +43,7 @@ LOOK_MS = 100
 SILENT_SECONDS = 10.0
 """A worker that has been silent for this long is given up; it should ask once a second."""
 FAILURES_EACH = 2
-"""Failures in a row after which ``auto`` tries a worker's next way."""
+"""Failures in a row after which ``auto`` tries a worker's next way, and a worker is an alarm."""
 LOST_SECONDS = 2.0
 """A worker that doesn't know of an offer this old never got it, since it asks once a second."""
 GATHER_SECONDS = 2.0
@@ -107,7 +108,7 @@ class Peer:
     next_try: float = 0.0
     """``monotonic`` time before which nothing is offered."""
     obstacle: str = ""
-    """Why nothing can be offered to it now."""
+    """What keeps new versions from it: no way to offer them, or why the last of several attempts has failed."""
     last: dict[str, Any] | None = None
     """Figures of the last transfer, for reports."""
 
@@ -146,6 +147,8 @@ class Transfers:
         """The newest snapshot's."""
         self._snapshot_since = 0.0
         """``perf_counter`` when the newest snapshot's version was published."""
+        self._rewritten: Version | None = None
+        """The version whose snapshot a worker couldn't read, so that it is written once more."""
         self._snapshot_failures = 0
         """Number of snapshots in a row that couldn't be written."""
         self._next_snapshot = 0.0
@@ -277,6 +280,8 @@ class Transfers:
             if time.perf_counter() - transfer.begun > LOST_SECONDS:
                 self._fail(peer, f"{peer.member} didn't get the offer")
         elif not ask.busy:
+            if offer.way == "snapshot" and ask.problem.startswith(("fetch:", "verify:")):
+                self._doubt(offer.manifest.version)
             self._fail(peer, f"{peer.member} refused at {ask.problem}", tell=False)
         elif not transfer.taken_up:
             transfer.taken_up = True
@@ -299,8 +304,6 @@ class Transfers:
             before, peer.obstacle, offer = peer.obstacle, str(error), None
             if peer.obstacle != before:
                 log.warning(f"{peer.member} can't be sent version {published.version}: {error}")
-        else:
-            peer.obstacle = ""
         if offer is None:
             self._slots.release(published.slot)
             return
@@ -465,6 +468,13 @@ class Transfers:
         then = partial(self._on_snapshot, published)
         self._in_thread("weights-snapshot", published, write, then)
 
+    def _doubt(self, version: Version) -> None:
+        """Has a snapshot that a worker couldn't read written once more: it may be lost or damaged. If it is the
+        worker that sees no such folder, it wouldn't see the next one either."""
+        snapshot = self._snapshot
+        if snapshot is not None and snapshot.version == version != self._rewritten:
+            self._snapshot, self._rewritten = None, version
+
     def _on_snapshot(self, published: Published, problem: str) -> None:
         """A version is on disk, or couldn't be written."""
         self._is_writing = False
@@ -490,6 +500,7 @@ class Transfers:
         peer.transfer = None
         peer.failures = 0
         peer.next_try = 0.0
+        peer.obstacle = ""
         if transfer.published is not None:
             self._slots.release(transfer.published.slot)
         nbytes = manifest.layout.total_bytes if way != RENAME else 0
@@ -518,6 +529,8 @@ class Transfers:
         if tell:
             self._send(peer, Withdraw(round=transfer.offer.round, reason=reason[:1000]))
         pause = self._postpone(peer)
+        if peer.failures >= FAILURES_EACH:
+            peer.obstacle = reason
         log.warning(
             f"{peer.member} stays on {peer.ask.version or 'no version'}, not "
             f"{transfer.offer.manifest.version}: {reason}; again in {pause:.1f} s"

@@ -62,15 +62,20 @@ LOOK_SECONDS = 0.01
 _numbers = itertools.count(1)
 
 
-def arguments(lora: LoraConfig, versions: int) -> dict[str, Any]:
+def arguments(lora: LoraConfig, versions: int, specs: Sequence[ParameterSpec]) -> dict[str, Any]:
     """vLLM's engine arguments for adapters.
 
     Args:
         lora: ``learner.lora``.
         versions: number of versions whose adapters samples may use at the same time.
+        specs: the adapters' tensors.
     """
+    layers = {spec.name.rpartition(".lora_")[0] for spec in specs}
     return {
         "enable_lora": True,
+        # Else vLLM prepares the output head for adapters, too, if the model's family lists it (Llama, Qwen3), and
+        # on CPUs then ends at the first request that asks for a prompt's log-probs (seen in 0.32).
+        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
         "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
         "max_loras": versions,
         # A new one is loaded before an old one is forgotten.
@@ -293,8 +298,7 @@ class VllmAdapters(VllmWeights):
             for use in moving:
                 use.moves = True
             if moving:
-                async with asyncio.timeout(RPC_SECONDS):
-                    await self._process.llm.abort([use.name for use in moving])
+                await self._answer(self._process.llm.abort([use.name for use in moving]))
             self.load_seconds += time.perf_counter() - since
             self._retire()
 
@@ -331,13 +335,15 @@ class VllmAdapters(VllmWeights):
         """
         name, number = adapter.name, adapter.number
         try:
-            async with asyncio.timeout(RPC_SECONDS):
-                replies = await self._process.llm.collective_rpc(
-                    "tandem_add_adapter", args=(name, number, str(adapter.folder))
-                )
-                problem = complaint(replies, name, 1)
-                if not problem and number not in await self._process.llm.list_loras():
-                    problem = "vLLM doesn't list it afterwards"
+            llm = self._process.llm
+            replies = await self._answer(
+                llm.collective_rpc("tandem_add_adapter", args=(name, number, str(adapter.folder)))
+            )
+            problem = complaint(replies, name, 1)
+            if not problem and number not in await self._answer(llm.list_loras()):
+                problem = "vLLM doesn't list it afterwards"
+        except TandemError:
+            raise
         except Exception as error:  # noqa: BLE001 - vLLM wraps a rank's exception in one of its own
             problem = f"{type(error).__name__}: {error}"
         if not problem:
@@ -361,8 +367,7 @@ class VllmAdapters(VllmWeights):
         llm = self._process.llm
         try:
             if llm is not None and not llm.errored:
-                async with asyncio.timeout(RPC_SECONDS):
-                    await llm.remove_lora(adapter.number)
+                await self._answer(llm.remove_lora(adapter.number))
         except Exception as error:  # noqa: BLE001 - it is used no more, and is dropped in time
             log.warning(f"vLLM couldn't forget adapter {adapter.name}: {error}")
         await asyncio.to_thread(shutil.rmtree, adapter.folder, ignore_errors=True)

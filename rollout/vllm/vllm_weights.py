@@ -20,8 +20,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from ...common.errors import TandemError, WeightsError
 from ...common.records import Float32Array, SamplingParams, Version
@@ -35,10 +35,14 @@ from .vllm_process import VllmProcess
 
 log = logging.getLogger("tandem.rollout")
 
+T = TypeVar("T")
+
 RPC_SECONDS = 120.0
 """Deadline for pausing, resuming and the like."""
 LOAD_SECONDS = 600.0
 """Deadline for all workers to load a version; ``weights.commit_seconds`` is usually shorter."""
+LOOK_SECONDS = 0.1
+"""Interval between two looks whether vLLM has died meanwhile."""
 QUIET_SECONDS = 0.02
 """If no output has come for this long after a pause, none is on its way any more."""
 UNNAMED = "unnamed"
@@ -170,17 +174,31 @@ class VllmWeights:
     async def _freeze(self) -> None:
         llm = self._process.llm
         pause = getattr(getattr(llm, "engine_core", None), "pause_scheduler_async", None)
-        async with asyncio.timeout(RPC_SECONDS):
-            if pause is not None and self._says_versions:
-                # The same as `pause_generation` without its sleep of 20 ms, which is for callers who
-                # need the last step's outputs before it returns.
-                await pause(mode="keep", clear_cache=False)
-            else:
-                await llm.pause_generation(mode="keep", clear_cache=False)
+        if pause is None or not self._says_versions:
+            # Otherwise without its sleep of 20 ms, which is for callers who need the last step's
+            # outputs before it returns.
+            pause = llm.pause_generation
+        await self._answer(pause(mode="keep", clear_cache=False))
 
     async def _thaw(self) -> None:
-        async with asyncio.timeout(RPC_SECONDS):
-            await self._process.llm.resume_generation()
+        await self._answer(self._process.llm.resume_generation())
+
+    async def _answer(self, call: Awaitable[T], seconds: float = RPC_SECONDS) -> T:
+        """Awaits a call of vLLM's; vLLM itself never ends one that is under way when its engine dies.
+
+        Raises:
+            TandemError: vLLM has died.
+            TimeoutError: it hasn't answered.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            async with asyncio.timeout(seconds):
+                while not (await asyncio.wait([task], timeout=LOOK_SECONDS))[0]:
+                    if self._process.llm is None or self._process.llm.errored:
+                        raise TandemError("vLLM has died")
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _name(self, version: Version | None, seconds: float = RPC_SECONDS) -> None:
         """Names the weights of the next step, while no step runs."""
@@ -188,8 +206,7 @@ class VllmWeights:
             label = label_of(version)
             if version is not None:
                 self.versions[label] = version
-            async with asyncio.timeout(seconds):
-                await self._process.llm.update_weight_version(label)
+            await self._answer(self._process.llm.update_weight_version(label), seconds)
         elif version is not None:
             await self._quiet()
             for progress in self._progress:
@@ -253,11 +270,14 @@ class VllmWeights:
     async def _stage(self, ticket: str, place: SegmentPlace, count: int, version: Version) -> None:
         """Has every rank map the weights; if one can't, none loads them."""
         try:
-            async with asyncio.timeout(RPC_SECONDS):
-                replies = await self._process.llm.collective_rpc(
+            replies = await self._answer(
+                self._process.llm.collective_rpc(
                     "tandem_stage", args=(ticket, place.path, place.layout)
                 )
+            )
             problem = complaint(replies, ticket, count)
+        except TandemError:
+            raise
         except Exception as error:  # vLLM wraps a rank's exception in one of its own.
             if self._process.llm is None or self._process.llm.errored:
                 raise TandemError(f"vLLM has died: {error}") from error
@@ -267,15 +287,15 @@ class VllmWeights:
 
     async def _commit(self, ticket: str, count: int, version: Version) -> None:
         llm: Any = self._process.llm
-        async with asyncio.timeout(LOAD_SECONDS):
-            # All at once, because each is a round trip; vLLM stays paused throughout, so their order
-            # doesn't matter. The last one returns False if running samples keep their keys, which
-            # their salt keeps from other requests.
-            replies, _, _ = await asyncio.gather(
-                llm.collective_rpc("tandem_load", args=(ticket,)),
-                self._name(version, LOAD_SECONDS),
-                llm.reset_prefix_cache(reset_running_requests=self._recompute),
-            )
+        # All at once, because each is a round trip; vLLM stays paused throughout, so their order
+        # doesn't matter. The last one returns False if running samples keep their keys, which
+        # their salt keeps from other requests.
+        calls = asyncio.gather(
+            llm.collective_rpc("tandem_load", args=(ticket,)),
+            self._name(version, LOAD_SECONDS),
+            llm.reset_prefix_cache(reset_running_requests=self._recompute),
+        )
+        replies, _, _ = await self._answer(calls, LOAD_SECONDS)
         if problem := complaint(replies, ticket, count):
             raise TandemError(problem)
         self.loads += 1

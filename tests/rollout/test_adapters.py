@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import adapter_models
@@ -42,6 +43,17 @@ PROMPT = list(range(3, 12))
 V1, V2, V3 = (Version(term=1, step=step) for step in (1, 2, 3))
 SAME = 2e-4
 """Log-probs (nats) that are of the same weights, in single precision; others are off by 1 and more."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny: Any) -> Any:
+    """:mod:`tiny_models`, whose model is of a family whose output head vLLM knows adapters for: Qwen2's isn't."""
+
+    def model(kind: str = "llama", **settings: Any) -> Any:
+        # Of this seed its greedy samples are long.
+        return tiny.model(kind, seed=2, **settings)
+
+    return SimpleNamespace(**{**vars(tiny), "model": model})
 
 
 @pytest.fixture(scope="module")
@@ -739,7 +751,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize(("rank", "most"), [(1, 1), (2, 8), (16, 16), (257, 320), (512, 512)])
 def test_vllm_is_started_with_the_least_rank_that_it_knows(rank: int, most: int) -> None:
-    found = vllm_adapters.arguments(LoraConfig(rank=rank), 3)
+    found = vllm_adapters.arguments(LoraConfig(rank=rank), 3, ())
     assert found["max_lora_rank"] == most
     assert found["max_loras"] == 3
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 from engine_calls import asks, collect, in_engine
 from msgspec.structs import replace
 
+from tandem.common.errors import TandemError
 from tandem.common.records import SamplingParams, Version
 from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.scored import LENGTH, ROWS, fixed_rows
@@ -25,6 +28,7 @@ from tandem.rollout.decoding import batch
 from tandem.rollout.decoding.torch_engine import TorchEngine
 from tandem.rollout.engine import NamedWeights
 from tandem.rollout.new_weights import commit_check
+from tandem.rollout.new_weights.commit import Committer
 from tandem.rollout.new_weights.commit_check import CommitCheck, Difference
 from tandem.rollout.new_weights.rounding import BOUNDS, GIVEN, MEAN, RAN_ON, SAMPLED, TIMES, Noise
 from tandem.rollout.vllm import vllm_requests
@@ -425,6 +429,50 @@ def test_an_engine_that_can_not_score_is_not_checked(caplog: pytest.LogCaptureFi
     check = CommitCheck(object(), dtypes=("float32",), bound=None, **settings)  # type: ignore[arg-type]
     assert not check.is_on
     assert "aren't checked: object has no method `score`" in caplog.text
+
+
+def test_that_an_engine_has_died_says_nothing_about_its_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Dead:
+        broken = "it has died"
+
+        def generate(self, requests: Any) -> Any:
+            raise TandemError(self.broken)
+
+        async def score(self, rows: Any, temperature: float = 1.0) -> Any:
+            raise TandemError(self.broken)
+
+        def stats(self) -> Any:
+            return SimpleNamespace(running_rows=0)
+
+    async def examined() -> Committer:
+        check = CommitCheck(
+            Dead(),  # type: ignore[arg-type]
+            dtypes=("float32",),
+            bound=None,
+            temperature=1.0,
+            runs_on=False,
+            seconds=20.0,
+        )
+        nothing = partial(int, 0)
+        committer = Committer(
+            Dead(),  # type: ignore[arg-type]
+            check,
+            loop=asyncio.get_running_loop(),
+            seconds=20.0,
+            update_wait=0.0,
+            on_change=nothing,
+            spoil=nothing,
+        )
+        scored = ScoredRows(rows=((3, 4, 5),), logprobs=((-1.0, -1.0),))
+        for _ in range(2):
+            assert await committer._examine(V2, scored)
+        assert check.suspect
+        return committer
+
+    assert asyncio.run(examined()).hopeless == ""
+    assert "published" not in caplog.text
 
 
 def test_without_figures_of_the_learner_nothing_is_found(

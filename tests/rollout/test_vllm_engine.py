@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
 from tandem.rollout.model_facts import model_facts
 from tandem.rollout.vllm import vllm_memory, vllm_process, vllm_requests, vllm_version
 from tandem.rollout.vllm.vllm_extension import WorkerExtension
-from tandem.rollout.vllm.vllm_weights import complaint
+from tandem.rollout.vllm.vllm_weights import VllmWeights, complaint
 
 V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
 
@@ -462,6 +463,37 @@ class TestLoading:
                 logits = new(input_ids=row).logits[0, len(long) - 1 : -1]
             chosen = logits.log_softmax(-1).gather(1, row[0, len(long) :, None])[:, 0]
             np.testing.assert_allclose(sample.logprobs, chosen.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("last", ["tandem_stage", "pause_generation", "tandem_load"])
+def test_a_load_ends_when_vllm_dies_in_it(last: str) -> None:
+    """Its call is never answered then."""
+
+    class Dying:
+        errored = False
+
+        async def call(self, name: str, **_: Any) -> Any:
+            if name == last:
+                self.errored = True
+                await asyncio.Event().wait()
+
+        async def collective_rpc(self, name: str, args: tuple[Any, ...]) -> list[Any]:
+            await self.call(name)
+            return [(args[0], 1, "")]
+
+        async def pause_generation(self, **_: Any) -> None:
+            await self.call("pause_generation")
+
+        async def reset_prefix_cache(self, **_: Any) -> None: ...
+
+    async def load() -> None:
+        process: Any = SimpleNamespace(llm=Dying())
+        weights = VllmWeights(process, recompute_kv=True, version=None)
+        weights._order, weights._says_versions = asyncio.Lock(), False
+        await weights.load(SegmentPlace("", ""), 1, Version(term=1, step=1))
+
+    with pytest.raises(TandemError, match="vLLM has died"):
+        asyncio.run(asyncio.wait_for(load(), 20))
 
 
 @pytest.mark.vllm

@@ -9,7 +9,7 @@ from typing import Any
 from tandem.common.config.learner import LoraConfig
 from tandem.common.records import Version
 from tandem.rollout.engine import NamedWeights
-from tandem.rollout.model_facts import ModelFacts, model_facts
+from tandem.rollout.model_facts import ModelFacts, facts_of, model_facts
 from tandem.rollout.vllm import vllm_adapters
 from tandem.rollout.vllm.vllm_engine import VllmEngine
 from tandem.rollout.vllm.vllm_process import VllmProcess
@@ -73,7 +73,8 @@ class Adapted(Shared):
     """One vLLM whose engines load adapters of the tiny model."""
 
     def __init__(self, folder: Path, tiny: Any, lora: LoraConfig, *, versions: int) -> None:
-        super().__init__(folder, tiny, **vllm_adapters.arguments(lora, versions))
+        specs = facts_of(tiny.model(), tiny.tokenizer(), lora=lora).specs
+        super().__init__(folder, tiny, **vllm_adapters.arguments(lora, versions, specs))
         self._lora, self._versions = lora, versions
 
     def make(self, model: Any = None, *, max_rows: int = 0, **settings: Any) -> VllmEngine:

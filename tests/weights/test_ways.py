@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from weight_processes import as_bytes, model
 
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
-from tandem.common.weights import staging, transfers
+from tandem.common.weights import snapshot, staging, transfers
 from tandem.common.weights.protocol import Offer
 from tandem.common.weights.shared_memory import SHARED_MEMORY
 
@@ -134,6 +135,7 @@ class TestSharedMemory:
             assert said.startswith("rollout-0 can't be sent new weights: weights.transport=shared")
             assert "set weights.transport=auto" in said
         assert worker.next() == (v(0), as_bytes(model(0, big=True)))
+        wait_served(publisher, v(0), 10)
         assert publisher.stats()["alarm"] == ""
 
 
@@ -172,7 +174,9 @@ class TestSnapshots:
             assert worker.next() == (v(step), as_bytes(model(step, big=True)))
         assert [path.read_bytes() for path in left] == [b"theirs"] * 3
 
-    def test_one_byte_of_a_snapshot_that_changed_is_noticed(self, run: Any, tmp_path: Path) -> None:
+    def test_one_byte_of_a_snapshot_that_changed_is_noticed_and_it_is_written_anew(
+        self, run: Any, tmp_path: Path
+    ) -> None:
         folder = tmp_path / "weights"
         options = ways(run, transport="snapshot", snapshot_folder=str(folder), snapshot_every=1)
         publisher = run.publisher()
@@ -186,8 +190,36 @@ class TestSnapshots:
         path.write_bytes(content)
         worker = run.worker(**options)
         run.lines.wait_for("rollout-0 refused at verify", "was damaged")
+        assert worker.next() == (v(0), as_bytes(model(0, big=True)))
+
+    def test_one_that_is_lost_is_written_anew(self, run: Any, tmp_path: Path) -> None:
+        options = ways(run, transport="snapshot", snapshot_folder=str(tmp_path))
+        publisher = run.publisher()
+        publisher.publish(v(0), model(0, big=True))
+        assert run.worker(**options).next()[0] == v(0)
+        shutil.rmtree(tmp_path / run.join.run_id)
+        other = run.worker("rollout-1", **options)
+        assert other.next() == (v(0), as_bytes(model(0, big=True)))
+
+    def test_a_worker_that_can_not_read_them_is_an_alarm_until_it_can(
+        self, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = ways(run, transport="snapshot", snapshot_folder=str(tmp_path))
+        publisher = run.publisher()
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshot, "write", lambda *_: None)
+            worker = run.worker(**options)
+            publisher.publish(v(0), model(0, big=True))
+            end = time.monotonic() + 20
+            while not (alarm := publisher.stats()["alarm"]):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            assert f"the snapshot {tmp_path / run.join.run_id / '1.0'} can't be read here" in alarm
+            assert "weights.snapshot_folder" in alarm
         publisher.publish(v(1), model(1, big=True))
         assert worker.next() == (v(1), as_bytes(model(1, big=True)))
+        wait_served(publisher, v(1), 10)
+        assert publisher.stats()["alarm"] == ""
 
     def test_a_full_disk_costs_the_snapshot_and_is_named(self, run: Any, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")
