@@ -263,7 +263,7 @@ class Kl(ObjectiveConfig):
     """Estimator of this KL: k2 and k3 with the ratio π_θ/μ, or one of LUFFY's without it."""
     kl_reward_coefficient: NonNegative = 0.0
     """β of a KL penalty in the reward: a row's advantage is computed from R − β Σ log μ/π_ref over its
-    own tokens."""
+    own tokens. Where graders paid equal rewards, an advantage over their std isn't divided by it."""
     kl_reward_form: KlRewardForm = "k1"
     """Estimator of the KL in the reward: k1, log μ/π_ref, or k3, π_ref/μ − 1 + log μ/π_ref, which is never negative."""
     kl_target: AboveZero | None = None

@@ -40,7 +40,7 @@ def _mean(values: Tensor, group: Tensor, groups: int, weight: Tensor) -> tuple[T
     return total / count.clamp(min=1), count
 
 
-def whiten(values: Tensor, weight: Tensor | None = None) -> Tensor:
+def whiten(values: Tensor, weight: Tensor | None = None, *, unit: bool = False) -> Tensor:
     """``(x − mean) / std`` over all values, std with n and a floor of its square of 1e-8.
 
     REINFORCE++'s normalisation over the whole batch (arXiv 2501.03262, eq. 8).
@@ -48,11 +48,14 @@ def whiten(values: Tensor, weight: Tensor | None = None) -> Tensor:
     Args:
         values: any shape.
         weight: same shape, how often each value counts (tokens of a row); None = once.
+        unit: takes the std as 1.
     """
     weight = torch.ones_like(values) if weight is None else weight.to(values.dtype)
     count = weight.sum().clamp(min=1)
     mean = (values * weight).sum() / count
     centred = values - mean
+    if unit:
+        return centred
     variance = (centred * centred * weight).sum() / count
     return centred * variance.clamp(min=WHITEN_FLOOR).rsqrt()
 
@@ -65,6 +68,7 @@ def advantages(
     baseline: Baseline,
     lengths: Tensor | None = None,
     *,
+    graded: Tensor | None = None,
     singles: Literal["compared", "absolute"] = "compared",
 ) -> Tensor:
     """``[R]`` one advantage a row.
@@ -79,6 +83,9 @@ def advantages(
     ``reinforce_pp``: the reward, and ``reinforce_pp_baseline``: R − group mean, whitened over all
     rows by their tokens (arXiv 2501.03262). ``none``: the reward.
 
+    A std is that of what graders paid: where they paid the same (all rows, for whitening), it counts as 1. A KL in
+    ``rewards`` is nearly 0 at first, so that over its own std even its rounding would be as large as a real difference.
+
     A row alone in its group is compared with itself, A = 0; ``singles="absolute"`` gives it mean 0
     and std 1, so A = R, as LUFFY's and verl's code do.
 
@@ -89,12 +96,15 @@ def advantages(
         expert_row: ``[R]`` bool, rows with expert tokens.
         baseline: the baseline.
         lengths: ``[R]`` own and expert tokens of a row, for whitening; None = 1 each.
+        graded: ``[R]`` the rewards before a KL was taken off them; None = ``rewards``, there is no KL in them.
         singles: the treatment of a group's only row (only own row, if own rows are the baseline).
     """
+    graded = rewards if graded is None else graded
     if baseline == "none":
         return rewards.clone()
     if baseline == "reinforce_pp":
-        return _whitened(rewards, lengths)
+        paid_alike = not len(graded) or float(graded.max() - graded.min()) <= EQUAL_REWARDS
+        return _whitened(rewards, lengths, paid_alike)
     everything = torch.ones_like(rewards)
     mean, count = _mean(rewards, group, groups, everything)
     counted = everything
@@ -106,14 +116,14 @@ def advantages(
         counted = torch.where((own_count > 0)[group], own, everything)
         count = torch.where(own_count > 0, own_count, count)
         among = ~expert_row
+    paid_equally = group_range(graded, group, groups, counted > 0) <= EQUAL_REWARDS
     alone = torch.zeros_like(count, dtype=torch.bool)
     if singles == "absolute":
         alone = count == 1
         mean = torch.where(alone, torch.zeros_like(mean), mean)
     result = rewards - mean[group]
     if baseline in ("group_mean_std", "own_mean_std"):
-        unit = alone if among is None else None
-        result = _over_std(result, group, groups, counted, unit)
+        result = _over_std(result, group, groups, counted, paid_equally)
     elif baseline == "leave_one_out":
         result = result * (count / (count - 1).clamp(min=1))[group]
     elif baseline == "max_rl":
@@ -128,26 +138,25 @@ def advantages(
     level = result.abs() <= EQUAL_REWARDS if among is not None else torch.ones_like(equal)
     silent = equal & level & ~alone[group]
     result = torch.where(silent, torch.zeros_like(result), result)
-    return _whitened(result, lengths) if baseline == "reinforce_pp_baseline" else result
+    if baseline == "reinforce_pp_baseline":
+        return _whitened(result, lengths, bool(paid_equally.all()))
+    return result
 
 
-def _over_std(
-    result: Tensor, group: Tensor, groups: int, counted: Tensor, unit: Tensor | None
-) -> Tensor:
+def _over_std(result: Tensor, group: Tensor, groups: int, counted: Tensor, unit: Tensor) -> Tensor:
     """Divides by the std (n − 1) of the rows that count, plus the floor.
 
-    ``unit`` marks groups whose std is taken as 1. None: those where it is 0, as in LUFFY's split, so
-    that equal own rewards leave the expert's distance unchanged.
+    ``unit`` marks groups whose std is taken as 1, as in LUFFY's split, so that equal own rewards leave the
+    expert's distance unchanged.
     """
     variance, count = _mean(result * result, group, groups, counted)
     std = (variance * count / (count - 1).clamp(min=1)).sqrt()
-    if unit is None:
-        unit = (std <= EQUAL_REWARDS) | (count <= 1)
     std = torch.where(unit, torch.ones_like(std), std)
     return result / (std + STD_FLOOR)[group]
 
 
-def _whitened(values: Tensor, lengths: Tensor | None) -> Tensor:
+def _whitened(values: Tensor, lengths: Tensor | None, unit: bool) -> Tensor:
+    """Whitens; ``unit`` takes the std as 1."""
     if not len(values) or float(values.max() - values.min()) <= EQUAL_REWARDS:
         return torch.zeros_like(values)
-    return whiten(values, lengths)
+    return whiten(values, lengths, unit=unit)

@@ -23,6 +23,7 @@ def turn_advantages(
     expert_row: Tensor,
     baseline: Baseline,
     discount: float,
+    graded: Tensor | None = None,
 ) -> Tensor:
     """``[N]`` advantages of tokens: those of their turns' discounted returns.
 
@@ -42,24 +43,30 @@ def turn_advantages(
         expert_row: ``[R]`` bool, rows with expert tokens.
         baseline: the baseline.
         discount: γ, of one turn.
+        graded: ``[N]`` ``earned`` before a KL was taken off it; None = there is no KL in it.
     """
     if not len(row):
         return torch.zeros_like(earned)
     most = int(turn.max()) + 1
     # A place for each turn that a row could have.
     place = row * most + turn
-    rewards = torch.zeros(len(group) * most, dtype=earned.dtype, device=earned.device)
-    returns = rewards.index_add(0, place, earned).reshape(len(group), most)
-    for number in range(most - 2, -1, -1):
-        returns[:, number] += discount * returns[:, number + 1]
+
+    def returns_of(rewards: Tensor) -> Tensor:
+        returns = torch.zeros(len(group) * most, dtype=rewards.dtype, device=rewards.device)
+        returns = returns.index_add(0, place, rewards).reshape(len(group), most)
+        for number in range(most - 2, -1, -1):
+            returns[:, number] += discount * returns[:, number + 1]
+        return returns.flatten()
+
     there, unit, sizes = torch.unique(place, return_inverse=True, return_counts=True)
     of_row, number = there // most, there % most
     found = advantages(
-        returns.flatten()[there],
+        returns_of(earned)[there],
         group[of_row] * most + number,
         groups * most,
         expert_row[of_row],
         baseline,
         sizes,
+        graded=None if graded is None else returns_of(graded)[there],
     )
     return found[unit]

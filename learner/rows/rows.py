@@ -145,12 +145,20 @@ class Rows:
         """A copy with the advantages of these rewards ``[R]``; ``rewards`` stay as they were.
 
         Args:
-            rewards: what the rows are paid.
+            rewards: what the rows are paid; what ``self.rewards`` doesn't have of it is a KL.
             baseline: the baseline.
             turn_discount: γ of the turns' returns, of which tokens then have advantages of their own; None =
                 every token has its row's.
         """
-        new = advantages(rewards, self.group, self.groups, self.expert_row, baseline, self.lengths)
+        new = advantages(
+            rewards,
+            self.group,
+            self.groups,
+            self.expert_row,
+            baseline,
+            self.lengths,
+            graded=self.rewards,
+        )
         rows = replace(self, advantages=new.masked_fill(self.silent, 0.0))
         if turn_discount is None:
             return rows
@@ -163,6 +171,7 @@ class Rows:
             expert_row=self.expert_row,
             baseline=baseline,
             discount=turn_discount,
+            graded=self.earned(self.rewards),
         )
         return replace(rows, token_advantages=of_tokens.masked_fill(self.silent[self.row], 0.0))
 

@@ -357,6 +357,32 @@ def test_the_kl_in_the_reward_is_taken_off_before_the_advantages(
     assert "train/k3_reference" not in found
 
 
+def test_a_kl_of_rounding_alone_teaches_nothing_where_rewards_are_equal(
+    learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference has sampled the rows itself, and its log-probs are rounded at 1e-6."""
+    monkeypatch.setattr(
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
+    )
+    groups = [
+        with_samples(
+            mixed,
+            [
+                replace(sample, logprobs=sample.logprobs + np.float32(1e-6 * place))
+                for place, sample in enumerate(mixed.group.samples)
+            ],
+        )
+        for mixed in from_engine(made_up, made_up.tiny_model())
+    ]
+    groups = with_rewards(groups, [[1, 0, 1, 0], [1] * 4])
+    norms = []
+    for beta in (0.0, 0.5):
+        options = {"objective": {"name": "dapo", "kl_reward_coefficient": beta}}
+        found = learner(learner=options).train(1, groups, lr=1e-3)
+        norms.append(found.metrics["train/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
 def test_a_reference_that_gives_no_numbers_changes_nothing(
     learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,36 @@ def test_equal_rewards_give_exactly_zero(baseline: Baseline) -> None:
     assert of(rewards, baseline).tolist() == [0.0] * 7
 
 
+STD_BASELINES = ("group_mean_std", "own_mean_std", "reinforce_pp", "reinforce_pp_baseline")
+
+
+@pytest.mark.parametrize("baseline", STD_BASELINES)
+def test_a_kl_of_rows_that_graders_paid_the_same_is_not_divided_by_its_own_std(
+    baseline: Baseline,
+) -> None:
+    """It counts as what it is: one of 1e-5, which is rounding, as 1e-5."""
+    graded = torch.full((4,), 0.5, dtype=torch.float64)
+    kl = torch.tensor([0.0, 1.0, 2.0, 5.0], dtype=torch.float64)
+    for size in (1e-5, 1e-2, 1.0):
+        found = of((graded - size * kl).tolist(), baseline, graded=graded)
+        torch.testing.assert_close(found, size * (2.0 - kl), rtol=2e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("baseline", STD_BASELINES)
+def test_a_kl_of_rows_that_graders_paid_differently_is_divided_as_they_are(
+    baseline: Baseline,
+) -> None:
+    graded = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    paid = (graded - torch.tensor([0.0, 0.1, 0.2, 0.5])).tolist()
+    assert torch.equal(of(paid, baseline, graded=graded), of(paid, baseline))
+
+
+def test_a_kl_of_equal_own_rows_leaves_the_experts_distance_as_it_is() -> None:
+    graded = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    found = of([-1e-5, 0.0, 1e-5, 1.0], "own_mean_std", experts=1, graded=graded)
+    torch.testing.assert_close(found[-1].item(), 1.0, atol=2e-6, rtol=0)
+
+
 def test_an_expert_row_gives_an_all_failed_group_a_signal() -> None:
     found = of([0.0] * 7 + [1.0], "group_mean", experts=1)
     torch.testing.assert_close(found[-1].item(), 0.875)

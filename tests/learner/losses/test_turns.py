@@ -19,10 +19,12 @@ def of(
     *,
     baseline: str = "group_mean",
     discount: float = 1.0,
+    kl: list[float] | None = None,
 ) -> list[float]:
     rows = len(group)
+    graded = torch.tensor(earned, dtype=F64)
     found = turn_advantages(
-        torch.tensor(earned, dtype=F64),
+        graded if kl is None else graded - torch.tensor(kl, dtype=F64),
         row=torch.tensor(row),
         turn=torch.tensor(turn, dtype=torch.int32),
         group=torch.tensor(group),
@@ -30,6 +32,7 @@ def of(
         expert_row=torch.zeros(rows, dtype=torch.bool),
         baseline=baseline,
         discount=discount,
+        graded=graded,
     )
     return [round(value, 12) for value in found.tolist()]
 
@@ -49,6 +52,20 @@ def test_a_turn_that_no_other_episode_of_the_group_has_is_compared_with_itself()
     # The second group's turns are no part of the first one's baseline.
     found = of([0, 0, 5, 1, 7, 9], [0, 0, 0, 1, 2, 2], [0, 1, 2, 0, 0, 1], [0, 0, 1])
     assert found == [2.0, 0.0, 0.0, -2.0, 0.0, 0.0]
+
+
+def test_a_kl_is_not_divided_by_its_own_std_in_turns_whose_returns_are_equal() -> None:
+    """G is (1.5, 1) for both episodes, of which the second pays a KL of 1e-3 at its end."""
+    found = of(
+        [1, 1, 1, 1],
+        [0, 0, 1, 1],
+        [0, 1, 0, 1],
+        [0, 0],
+        baseline="group_mean_std",
+        discount=0.5,
+        kl=[0, 0, 0, 1e-3],
+    )
+    assert found == pytest.approx([2.5e-4, 5e-4, -2.5e-4, -5e-4], rel=1e-5)
 
 
 @pytest.mark.parametrize(
