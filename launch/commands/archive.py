@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         if number:
             print(f"{number:,} {what}, left out")
     if missing:
-        print(f"{missing:,} steps are missing, since log.archive was off then", file=sys.stderr)
+        why = "log.archive was off then, or their files are gone"
+        print(f"{missing:,} steps are missing: {why}", file=sys.stderr)
     return 0
 
 

@@ -121,13 +121,13 @@ def problems_of(name: str) -> str:
 
 def best_of(folder: Path) -> dict[str, Any] | None:
     """``step``, ``metric``, ``smallest``, ``value`` and ``problems`` of the best model; None if none is kept."""
-    path = folder / SCORE
+    path, way_out = folder / SCORE, f"restore it, or remove {folder}, which a better model then makes anew"
     try:
-        found = read_object(path.read_bytes(), str(path), DataError)
+        found = read_object(path.read_bytes(), str(path), DataError, way_out)
     except OSError:
         return None
     if not isinstance(found.get("value"), int | float):
-        raise DataError(f"{path} has no value: restore it, or remove {folder}")
+        raise DataError(f"{path} has no value: {way_out}")
     return found
 
 

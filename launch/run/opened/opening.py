@@ -352,15 +352,15 @@ def _refuse_foreign(folder: RunFolder) -> None:
         for entry in os.scandir(folder.path)
         if not (entry.name in OWN_ENTRIES or entry.name.startswith(".") or _is_part(folder, entry))
     )
-    if others:
-        raise DataError(
-            f"{shown(folder.path)} holds something other than a run ({', '.join(others[:3])}"
-            f"{', …' * (len(others) > 3)}): name another folder with run.dir=…"
-        )
     if parts(folder.journal) or any(folder.redis.glob("*.aof*")):
         raise DataError(
             f"{shown(folder.path)} holds a run whose run.json is missing: restore it, or name "
             f"another folder with run.dir=…"
+        )
+    if others:
+        raise DataError(
+            f"{shown(folder.path)} holds something other than a run ({', '.join(others[:3])}"
+            f"{', …' * (len(others) > 3)}): name another folder with run.dir=…"
         )
 
 

@@ -133,6 +133,8 @@ def part(
     if config.replay.redis_url is not None:
         return None
     program = redis_server.find()
+    if not folder.redis.is_dir():
+        raise DamagedError(f"the ledger in {shown(folder.redis)} is gone: {_rescue(folder)}")
     conf = redis_server.write_conf(folder, join, config.replay, config.launch.bind)
 
     def specs() -> list[ProcessSpec]:
@@ -148,6 +150,14 @@ def part(
         on_start=lambda pids: lock.name_redis(pids[0]),
         before_end=before_end,
     )
+
+
+def _rescue(folder: RunFolder) -> str:
+    """What can be done without the ledger."""
+    # Imported here so that not every supervisor loads DeepSpeed.
+    from ....learner.resume.checkpoints import what_is_left
+
+    return f"restore it from a copy of the run's folder. {what_is_left(folder)}"
 
 
 def await_ready(
@@ -176,14 +186,8 @@ def await_ready(
         if supervisor.stop_requested:
             return None
         if redis_server.says_damaged(last_lines(log)):
-            # Imported here so that not every supervisor loads DeepSpeed.
-            from ....learner.resume.checkpoints import what_is_left
-
-            raise DamagedError(
-                f"redis-server can't read the ledger in {shown(folder.redis)}, it is damaged: "
-                f"restore it from a copy of the run's folder. {what_is_left(folder)}. Its log is "
-                f"{shown(log)}"
-            ) from None
+            said = f"redis-server can't read the ledger in {shown(folder.redis)}, it is damaged"
+            raise DamagedError(f"{said}: {_rescue(folder)}. Its log is {shown(log)}") from None
         raise StoreError(f"{error}; the last lines of {shown(log)}:\n{last_lines(log)}") from None
     conf = folder.redis / "redis.conf"
     if Path(info.get("config_file") or conf) != conf:
