@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..common.adapters import base_digest
+from ..common.models import local_folder
 from .engine.deepspeed_engine import DeepSpeedEngine
 from .orders import (
     Compare,
@@ -72,6 +74,11 @@ class Leader:
             )
             outcome.metrics.update(self.engine.memory.over_ranks())
             return outcome
+
+    def frozen(self) -> dict[str, str]:
+        """Digest of the weights of each model in :attr:`Updates.frozen_paths`, by path; reads all of their files."""
+        with self.waiting():
+            return {path: base_digest(local_folder(path)) for path in self._updates.frozen_paths}
 
     def compare(self, step: int, groups: Sequence[MixedGroup]) -> dict[str, float]:
         """See :meth:`Updates.compare`."""

@@ -263,7 +263,7 @@ class HostLink:
         self._thread.join(2 * EVERY_SECONDS if self.silence < 2 * EVERY_SECONDS else 0.0)
         if leave and not self._thread.is_alive() and self.silence < 2 * EVERY_SECONDS:
             try:
-                self._members.leave(self.member)
+                self._members.leave(self.member, deadline=2 * EVERY_SECONDS)
             except TandemError as error:
                 log.debug(f"leaving: {error}")
 

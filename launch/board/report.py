@@ -14,6 +14,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,7 +282,11 @@ def _accuracy(axis: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
             if name.startswith("eval/") and name.endswith("/accuracy")
         }
     )
+    sources = Counter(name.partition("/source/")[0] for name in names if "/source/" in name)
     for name in names:
+        whole, of_source, _ = name.partition("/source/")
+        if of_source and sources[whole] == 1:
+            continue  # The set's own line has the same points.
         steps, values = series(metrics, name)
         pairs = sorted(zip(steps, values, strict=True))
         axis.plot(

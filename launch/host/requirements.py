@@ -25,6 +25,7 @@ from .preflight import (
     disk_needed,
     eight_bit,
     wants_vllm,
+    weight_files,
 )
 from .surroundings import Finding, pip, setup, version
 
@@ -256,7 +257,8 @@ def _data(config: Config, folder: Path, earlier: Sequence[Path]) -> list[Finding
 def disk_wanted(config: Config) -> int:
     """Bytes on disk, including the download of a model that isn't here yet."""
     held = local_folder(config.model.path)
-    if held is not None:
+    # A folder may have no more than a config and a tokenizer yet.
+    if held is not None and weight_files(held):
         return disk_needed(config, held)
     shape = shape_of(config.model.path)
     if shape is None:

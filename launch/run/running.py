@@ -200,7 +200,8 @@ class Running:
         if self._reports is not None:
             self._reports.stop()
         if self._link is not None:
-            self._link.stop(leave=True)
+            # A second signal has ended Redis too.
+            self._link.stop(leave=not self._supervisor.kill_requested)
         if self._store is not None:
             self._store.close()
 

@@ -63,6 +63,25 @@ def write_with_room(
             wait.go_on()
 
 
+def require_same_frozen(kept: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint that was written beside a reference or a teacher of other weights.
+
+    Args:
+        kept: what the checkpoint says; without ``frozen`` if an older version of Tandem wrote it.
+        now: the same of this run.
+
+    Raises:
+        DataError: the weights at a path that both name have changed.
+    """
+    before = kept.get("frozen", {})
+    for path, digest in now.get("frozen", {}).items():
+        if before.get(path, digest) != digest:
+            raise DataError(
+                f"the weights in {path}, which the run's reference or teacher is loaded from, have changed since "
+                f"the run was started: put them back, or start over with --fresh"
+            )
+
+
 def size_of(folder: Path) -> int:
     """Total size in bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -113,8 +132,8 @@ class Saver:
             last_step: the newest step of the journal; later checkpoints are ignored.
 
         Raises:
-            DataError: it can't be read, or was written with other adapters, or by an earlier version of Tandem and
-                another number of ranks.
+            DataError: it can't be read, or was written with other adapters or beside another reference or teacher, or
+                by an earlier version of Tandem and another number of ranks.
         """
         # Every file of it is read.
         with self._leader.waiting():
@@ -124,6 +143,7 @@ class Saver:
             return None
         self._compare_ranks(newest)
         require_same(newest.state, self._state, newest.folder)
+        require_same_frozen(newest.state, self._state)
         self._leader.load(newest.folder)
         self.saved = newest.version.step
         return self.saved

@@ -92,6 +92,7 @@ class Trainer:
             self._factors = both_factors(config.learner, whole, folder.schedule)
         with leader.waiting():
             kept = {"run_id": join.run_id, "seed": config.run.seed, **identity(config)}
+        kept["frozen"] = leader.frozen()
         self._saver = Saver(
             folder,
             kept=config.learner.checkpoints_kept,

@@ -163,6 +163,14 @@ class Updates:
             self.teacher = Teacher(config, engine, self.objective)
             self.columns.readers.append(self.teacher.policy)
 
+    @property
+    def frozen_paths(self) -> list[str]:
+        """Paths of the models that are loaded beside the policy and never change: the reference's and the teacher's."""
+        config, reference = self.config, self.columns.reference
+        own = reference is not None and reference.policy is not self.engine.policy
+        teacher = config.learner.teacher if self.teacher is not None else None
+        return [path for path in (config.model.path if own else None, teacher) if path is not None]
+
     def train(
         self,
         step: int,

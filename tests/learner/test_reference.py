@@ -279,3 +279,9 @@ def test_with_adapters_a_fresh_groups_reference_is_the_base_too(
     assert full["train/k3_reference"] == 0
     assert later["train/k3_reference"] > 1e-4
     assert later["train/k1_reference"] == pytest.approx(adapted["train/k1_reference"], rel=1e-6)
+
+
+def test_what_is_loaded_for_the_reference_is_frozen(learner: Learner) -> None:
+    updates = learner(None)
+    assert updates.frozen_paths == [updates.config.model.path]
+    assert learner(None, lora={"rank": 3}).frozen_paths == []

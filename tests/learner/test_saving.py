@@ -118,7 +118,7 @@ def test_several_ranks_and_other_errors_are_not_tried_again(small_disk: Any) -> 
     assert len(tries) == 2
 
 
-def saver(folder: Path, ranks: int, stage: int, loaded: list[Path]) -> Saver:
+def saver(folder: Path, ranks: int, stage: int, loaded: list[Path], **state: Any) -> Saver:
     """One whose ranks only note what they load."""
     leader: Any = Ranks(ranks)
     leader.engine = SimpleNamespace(world_size=ranks, stage=stage)
@@ -132,7 +132,7 @@ def saver(folder: Path, ranks: int, stage: int, loaded: list[Path]) -> Saver:
         source=some,
         clock=some,
         term=2,
-        state={},
+        state=state,
     )
 
 
@@ -174,4 +174,24 @@ def test_a_checkpoint_of_an_earlier_version_wants_its_ranks(tmp_path: Path) -> N
         saver(tmp_path, 1, 0, loaded).load_newest(9)
     assert loaded == []
     assert saver(tmp_path, 2, 1, loaded).load_newest(9) == 5
+    assert loaded == [place]
+
+
+def test_other_weights_of_the_reference_or_the_teacher_are_refused_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    place = save(tmp_path, "policy", frozen={"base": "1", "teacher": "2"})
+    loaded: list[Path] = []
+    with pytest.raises(DataError, match=r"the weights in base, .* put them back, or start over"):
+        saver(tmp_path, 2, 1, loaded, frozen={"base": "3"}).load_newest(5)
+    assert not loaded
+    # Another path was chosen on purpose, and one that isn't read any more is no matter.
+    saver(tmp_path, 2, 1, loaded, frozen={"base": "1", "other": "4"}).load_newest(5)
+    assert loaded == [place]
+
+
+def test_a_checkpoint_that_says_nothing_of_the_reference_is_loaded(tmp_path: Path) -> None:
+    place = save(tmp_path, "policy")
+    loaded: list[Path] = []
+    saver(tmp_path, 2, 1, loaded, frozen={"base": "1"}).load_newest(5)
     assert loaded == [place]

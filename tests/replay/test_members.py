@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
-from tandem.replay.connection import Store
+from tandem.replay.connection import Store, connect
+from tandem.replay.hosts import HEAD, HostLink, HostState
 from tandem.replay.members import Members
 from tandem.replay.store import RunStore
 
@@ -92,3 +96,18 @@ def test_a_damaged_entry_is_told_once_and_not_at_each_look(
     for _ in range(5):
         assert [m.member for m in members.live()] == ["rollout-1"]
     assert caplog.text.count("in the registry") == 1
+
+
+@pytest.mark.timeout(30)
+def test_a_host_waits_only_briefly_to_leave_a_redis_that_has_just_ended(own_server: Any) -> None:
+    store = connect(own_server.join())
+    state = HostState(host="a", address="127.0.0.1", pid=1, role=HEAD, processes=1)
+    link = HostLink(store, "a-0", state)
+    link.start()
+    end = time.monotonic() + 20.0
+    while link.look is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    own_server.kill()
+    link.stop(leave=True)
+    store.close()

@@ -43,6 +43,20 @@ def test_a_run_without_rewards_or_evaluations_is_drawn_too(folder: RunFolder) ->
     assert report.draw(folder).exists()
 
 
+def test_the_only_source_of_a_held_out_set_has_no_line_of_its_own() -> None:
+    from matplotlib.figure import Figure
+
+    def lines(*names: str) -> list[str]:
+        axis = Figure().subplots()
+        accuracies = {f"eval/{name}/accuracy": 0.5 for name in names}
+        report._accuracy(axis, [{"step": 1, **accuracies}])
+        return [str(line.get_label()) for line in axis.get_lines()]
+
+    assert lines("one", "one/source/a") == ["one"]
+    several = ["one", "one/source/a", "one/source/b"]
+    assert lines(*several, "two", "two/source/a") == [*several, "two"]
+
+
 def test_why_there_is_no_report_is_one_line(folder: RunFolder) -> None:
     assert report.Drawing(folder).wait() == f"{folder.metrics} has no steps to draw"
     folder.metrics.write_text("no json\n" * 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tandem.common.errors import ConfigError
+from tandem.common.models import local_folder
 from tandem.launch.cli import main
 from tandem.launch.host import preflight, redis_server, requirements, surroundings
 from tandem.launch.plan.hardware import Gpu, Machine
@@ -364,3 +366,10 @@ def test_the_disk_must_hold_the_checkpoints_of_a_model_that_is_not_here_yet() ->
     config = load("qwen2.5-math-7b-luffy-8gpu").resolve([])
     # Three checkpoints of 12 bytes a parameter, the download and the export, and the rest.
     assert requirements.disk_wanted(config) > 3 * 12 * 7_615_616_512
+
+
+def test_the_disk_must_hold_them_too_for_a_folder_that_has_no_weights_yet(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    shutil.copy(local_folder("miniature") / "config.json", tmp_path / "base")
+    config = load("miniature").resolve([f"model.path={tmp_path / 'base'}"])
+    assert requirements.disk_wanted(config) > preflight.disk_needed(config, None)
