@@ -162,6 +162,8 @@ def _become_grader(channel: socket.socket, trade: Trade, drop: bool) -> None:
     """Runs in the forked child and never returns."""
     code = 0
     try:
+        # Of its own, so that what a function starts ends with its grader.
+        os.setpgid(0, 0)
         if trade.runs_code:
             confine_runner(os.getppid())
         else:
@@ -235,7 +237,7 @@ class Zygote:
             pid = self._slots.get(message.slot)
             # It isn't reaped yet, so the id can't be another process's.
             if pid is not None:
-                os.kill(pid, signal.SIGKILL)
+                _kill(pid)
         return True
 
     def _spawn(self, slot: int, descriptor: int) -> None:
@@ -255,22 +257,30 @@ class Zygote:
 
     def _reap(self) -> None:
         while self._children:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
+            # Its group is killed before it is reaped, while no other process can have its id.
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
                 return
-            if pid == 0:
-                return
+            _kill(ended.si_pid)
+            pid, status = os.waitpid(ended.si_pid, 0)
             slot = self._children.pop(pid, -1)
             self._slots.pop(slot, None)
             self._say(Exited(slot, pid, os.waitstatus_to_exitcode(status)))
 
     def _end(self) -> None:
         for pid in self._children:
-            os.kill(pid, signal.SIGKILL)
+            _kill(pid)
         for pid in self._children:
             os.waitpid(pid, 0)
         os._exit(0)
+
+
+def _kill(pid: int) -> None:
+    """Kills a grader that isn't reaped yet, with all that it has started."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)  # It has just been forked and has no group of its own yet.
 
 
 def _compare(answer: str, gold: str) -> str:

@@ -21,7 +21,7 @@ from tandem.reward.graders.user_functions import call
 from tandem.reward.grading import GradeItem, Grader
 
 MODULE = """
-import os, time
+import os, subprocess, sys, time
 
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
@@ -59,6 +59,11 @@ def hostile(completions, **columns):
             os._exit(0)
         if "eat" in text:
             bytearray(1 << 40)
+    return [1.0] * len(completions)
+
+def starts(completions, **columns):
+    if "start" in completions[0]:
+        subprocess.run(["sleep", completions[0].split()[1]])
     return [1.0] * len(completions)
 
 def noted(completions, **columns):
@@ -276,6 +281,20 @@ def test_a_text_that_hangs_a_function_is_paid_as_wrong_and_costs_its_group_nothi
     make.until(
         lambda: not any(psutil.pid_exists(pid) for pid in gone), "the end of a killed grader"
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's graders can start processes")
+def test_what_a_function_starts_ends_with_its_grader(module: Path, make: Any) -> None:
+    config = RewardConfig(components=(own("starts"),), graders=1, deadline_seconds=0.5)
+    seconds = f"{1000 + os.getpid()}.25"  # No other process sleeps for as long.
+    with Grader(config) as grader:
+        assert [g.verdict for g in grader.grade_texts(items(f"start {seconds}"))] == [Verdict.TIMEOUT]
+        make.until(
+            lambda: not any(
+                p.info["cmdline"] == ["sleep", seconds] for p in psutil.process_iter(["cmdline"])
+            ),
+            "the end of what it had started",
+        )
 
 
 @pytest.mark.parametrize("doing", ["raise", "leave"])
