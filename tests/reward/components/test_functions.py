@@ -61,6 +61,11 @@ def hostile(completions, **columns):
             bytearray(1 << 40)
     return [1.0] * len(completions)
 
+def prints(completions, **columns):
+    print("to the terminal", file=sys.stderr, flush=True)
+    print("to the terminal", flush=True)
+    return [1.0] * len(completions)
+
 def starts(completions, **columns):
     if "start" in completions[0]:
         subprocess.run(["sleep", completions[0].split()[1]])
@@ -281,6 +286,13 @@ def test_a_text_that_hangs_a_function_is_paid_as_wrong_and_costs_its_group_nothi
     make.until(
         lambda: not any(psutil.pid_exists(pid) for pid in gone), "the end of a killed grader"
     )
+
+
+def test_a_function_may_print_though_our_own_output_is_a_file(
+    module: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Grader(RewardConfig(components=(own("prints"),), graders=1)) as grader:
+        assert values(grader, "prints", items("a")) == [1.0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's graders can start processes")
