@@ -89,6 +89,7 @@ class Trade:
 
 def grade_for_ever(channel: socket.socket, trade: Trade) -> None:
     """Runs a grader: one request at a time, until its pool closes the socket or a limit ends it."""
+    own = os.getpid()
     channel.send(Idle(None, _peak_kib()).pack())
     while True:
         data, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1)
@@ -111,6 +112,9 @@ def grade_for_ever(channel: socket.socket, trade: Trade) -> None:
                 raise
             # A user's function may raise anything, and the grader must go on.
             result, raised = None, _from_the_function_on(error)
+        if os.getpid() != own:
+            # The function has forked: a second answer would be taken for the next request's.
+            os._exit(0)
         peak = _peak_kib()
         if kind == "compare" and result != "correct" and peak > 0.8 * 1024 * trade.memory_mb:
             # math-verify swallows MemoryError, so at the limit its "wrong" means nothing.

@@ -66,6 +66,11 @@ def prints(completions, **columns):
     print("to the terminal", flush=True)
     return [1.0] * len(completions)
 
+def forks(completions, **columns):
+    if "fork" in completions[0]:
+        os.fork()
+    return [float(len(text)) for text in completions]
+
 def starts(completions, **columns):
     if "start" in completions[0]:
         subprocess.run(["sleep", completions[0].split()[1]])
@@ -286,6 +291,14 @@ def test_a_text_that_hangs_a_function_is_paid_as_wrong_and_costs_its_group_nothi
     make.until(
         lambda: not any(psutil.pid_exists(pid) for pid in gone), "the end of a killed grader"
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's graders can start processes")
+def test_the_fork_of_a_function_answers_no_other_request(module: Path) -> None:
+    with Grader(RewardConfig(components=(own("forks"),), graders=1)) as grader:
+        texts = ["a", "fork", "bcd", "ab", "abcdefg"]
+        found = [values(grader, "forks", items(text)) for text in texts for _ in range(3)]
+    assert found == [[float(len(text))] for text in texts for _ in range(3)]
 
 
 def test_a_function_may_print_though_our_own_output_is_a_file(
