@@ -56,7 +56,7 @@ def hostile(completions, **columns):
         if "raise" in text:
             raise KeyError("a column of mine")
         if "leave" in text:
-            os._exit(0)
+            os._exit(3)
         if "eat" in text:
             bytearray(1 << 40)
     return [1.0] * len(completions)
