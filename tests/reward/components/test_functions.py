@@ -313,10 +313,15 @@ def test_what_a_function_starts_ends_with_its_grader(module: Path, make: Any) ->
     config = RewardConfig(components=(own("starts"),), graders=1, deadline_seconds=0.5)
     seconds = f"{1000 + os.getpid()}.25"  # No other process sleeps for as long.
     with Grader(config) as grader:
-        assert [g.verdict for g in grader.grade_texts(items(f"start {seconds}"))] == [Verdict.TIMEOUT]
+        assert [g.verdict for g in grader.grade_texts(items(f"start {seconds}"))] == [
+            Verdict.TIMEOUT
+        ]
         make.until(
-            lambda: not any(
-                p.info["cmdline"] == ["sleep", seconds] for p in psutil.process_iter(["cmdline"])
+            lambda: (
+                not any(
+                    p.info["cmdline"] == ["sleep", seconds]
+                    for p in psutil.process_iter(["cmdline"])
+                )
             ),
             "the end of what it had started",
         )
