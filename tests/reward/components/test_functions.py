@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -296,9 +296,10 @@ def test_a_text_that_hangs_a_function_is_paid_as_wrong_and_costs_its_group_nothi
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's graders can start processes")
 def test_the_fork_of_a_function_answers_no_other_request(module: Path) -> None:
     with Grader(RewardConfig(components=(own("forks"),), graders=1)) as grader:
-        texts = ["a", "fork", "bcd", "ab", "abcdefg"]
-        found = [values(grader, "forks", items(text)) for text in texts for _ in range(3)]
-    assert found == [[float(len(text))] for text in texts for _ in range(3)]
+        # Each has a call of its own, and they wait in line, so that a stray answer would meet the next one.
+        texts = ["fork" if n == 3 else "a" * (n + 5) for n in range(100)]
+        each = [replace(items(text)[0], group=text) for text in texts]
+        assert values(grader, "forks", each) == [float(len(text)) for text in texts]
 
 
 def test_a_function_may_print_though_our_own_output_is_a_file(
