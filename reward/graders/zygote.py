@@ -63,8 +63,9 @@ from .pipes import (
     read_request,
 )
 
-EXIT_MEMORY = 3
-EXIT_CRASH = 4
+# Statuses with which no function's own `os._exit` is likely to end a grader.
+EXIT_MEMORY = 113
+EXIT_CRASH = 114
 PARENT_CHECK_SECONDS = 2.0
 
 Handler = Callable[..., Any]
@@ -89,6 +90,7 @@ class Trade:
 
 def grade_for_ever(channel: socket.socket, trade: Trade) -> None:
     """Runs a grader: one request at a time, until its pool closes the socket or a limit ends it."""
+    own = os.getpid()
     channel.send(Idle(None, _peak_kib()).pack())
     while True:
         data, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1)
@@ -111,6 +113,9 @@ def grade_for_ever(channel: socket.socket, trade: Trade) -> None:
                 raise
             # A user's function may raise anything, and the grader must go on.
             result, raised = None, _from_the_function_on(error)
+        if os.getpid() != own:
+            # The function has forked: a second answer would be taken for the next request's.
+            os._exit(0)
         peak = _peak_kib()
         if kind == "compare" and result != "correct" and peak > 0.8 * 1024 * trade.memory_mb:
             # math-verify swallows MemoryError, so at the limit its "wrong" means nothing.
@@ -162,6 +167,13 @@ def _become_grader(channel: socket.socket, trade: Trade, drop: bool) -> None:
     """Runs in the forked child and never returns."""
     code = 0
     try:
+        if not trade.runs_code:
+            # No file may grow, so that a word to a log of the pool would be an error of the function.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 2)
+            os.close(nowhere)
+        # Of its own, so that what a function starts ends with its grader.
+        os.setpgid(0, 0)
         if trade.runs_code:
             confine_runner(os.getppid())
         else:
@@ -235,7 +247,7 @@ class Zygote:
             pid = self._slots.get(message.slot)
             # It isn't reaped yet, so the id can't be another process's.
             if pid is not None:
-                os.kill(pid, signal.SIGKILL)
+                _kill(pid)
         return True
 
     def _spawn(self, slot: int, descriptor: int) -> None:
@@ -255,22 +267,30 @@ class Zygote:
 
     def _reap(self) -> None:
         while self._children:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
+            # Its group is killed before it is reaped, while no other process can have its id.
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
                 return
-            if pid == 0:
-                return
+            _kill(ended.si_pid)
+            pid, status = os.waitpid(ended.si_pid, 0)
             slot = self._children.pop(pid, -1)
             self._slots.pop(slot, None)
             self._say(Exited(slot, pid, os.waitstatus_to_exitcode(status)))
 
     def _end(self) -> None:
         for pid in self._children:
-            os.kill(pid, signal.SIGKILL)
+            _kill(pid)
         for pid in self._children:
             os.waitpid(pid, 0)
         os._exit(0)
+
+
+def _kill(pid: int) -> None:
+    """Kills a grader that isn't reaped yet, with all that it has started."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)  # It has just been forked and has no group of its own yet.
 
 
 def _compare(answer: str, gold: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tandem.reward.graders.user_functions import call
 from tandem.reward.grading import GradeItem, Grader
 
 MODULE = """
-import os, time
+import os, subprocess, sys, time
 
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
@@ -56,9 +56,24 @@ def hostile(completions, **columns):
         if "raise" in text:
             raise KeyError("a column of mine")
         if "leave" in text:
-            os._exit(0)
+            os._exit(3)
         if "eat" in text:
             bytearray(1 << 40)
+    return [1.0] * len(completions)
+
+def prints(completions, **columns):
+    print("to the terminal", file=sys.stderr, flush=True)
+    print("to the terminal", flush=True)
+    return [1.0] * len(completions)
+
+def forks(completions, **columns):
+    if "fork" in completions[0]:
+        os.fork()
+    return [float(len(text)) for text in completions]
+
+def starts(completions, **columns):
+    if "start" in completions[0]:
+        subprocess.run(["sleep", completions[0].split()[1]])
     return [1.0] * len(completions)
 
 def noted(completions, **columns):
@@ -276,6 +291,41 @@ def test_a_text_that_hangs_a_function_is_paid_as_wrong_and_costs_its_group_nothi
     make.until(
         lambda: not any(psutil.pid_exists(pid) for pid in gone), "the end of a killed grader"
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's graders can start processes")
+def test_the_fork_of_a_function_answers_no_other_request(module: Path) -> None:
+    with Grader(RewardConfig(components=(own("forks"),), graders=1)) as grader:
+        # Each has a call of its own, and they wait in line, so that a stray answer would meet the next one.
+        texts = ["fork" if n == 3 else "a" * (n + 5) for n in range(100)]
+        each = [replace(items(text)[0], group=text) for text in texts]
+        assert values(grader, "forks", each) == [float(len(text)) for text in texts]
+
+
+def test_a_function_may_print_though_our_own_output_is_a_file(
+    module: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Grader(RewardConfig(components=(own("prints"),), graders=1)) as grader:
+        assert values(grader, "prints", items("a")) == [1.0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's graders can start processes")
+def test_what_a_function_starts_ends_with_its_grader(module: Path, make: Any) -> None:
+    config = RewardConfig(components=(own("starts"),), graders=1, deadline_seconds=0.5)
+    seconds = f"{1000 + os.getpid()}.25"  # No other process sleeps for as long.
+    with Grader(config) as grader:
+        assert [g.verdict for g in grader.grade_texts(items(f"start {seconds}"))] == [
+            Verdict.TIMEOUT
+        ]
+        make.until(
+            lambda: (
+                not any(
+                    p.info["cmdline"] == ["sleep", seconds]
+                    for p in psutil.process_iter(["cmdline"])
+                )
+            ),
+            "the end of what it had started",
+        )
 
 
 @pytest.mark.parametrize("doing", ["raise", "leave"])
