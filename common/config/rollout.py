@@ -52,10 +52,14 @@ VLLM_RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
 """Arguments whose product is the number of an engine's ranks."""
 VLLM_COLDEST = 0.01
 """The lowest temperature above 0 at which vLLM samples."""
+VLLM_HOTTEST = 2.0
+"""The highest one."""
 
 
-def too_cold(key: str, temperature: float) -> str | None:
+def beyond_vllm(key: str, temperature: float) -> str | None:
     """Why vLLM can't sample at the temperature that ``key`` asks for; None if it can."""
+    if temperature > VLLM_HOTTEST:
+        return f"{key}={temperature:g} is more than vLLM samples at: {VLLM_HOTTEST:g} is the most"
     if not 0 < temperature < VLLM_COLDEST:
         return None
     return (

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from ...common.config.learner import LoraConfig
-from ...common.config.rollout import too_cold
+from ...common.config.rollout import beyond_vllm
 from ...common.errors import TandemError
 from ...common.records import Float32Array, Int32Array, Version
 from ...common.seeds import keyed_seed
@@ -273,7 +273,7 @@ class VllmEngine:
     async def _submit(self, groups: list[_Running]) -> None:
         enter(groups, self._groups)
         for group in groups:
-            group.error = refusal(group.request, self._facts) or too_cold(
+            group.error = refusal(group.request, self._facts) or beyond_vllm(
                 "temperature", group.request.sampling.temperature
             )
             group.refused = bool(group.error)

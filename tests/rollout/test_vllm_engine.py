@@ -498,13 +498,15 @@ def test_a_load_ends_when_vllm_dies_in_it(last: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
-def test_a_request_that_is_colder_than_vllm_samples_fails_alone(
+def test_a_request_that_is_colder_or_hotter_than_vllm_samples_fails_alone(
     vllm_engines: Any, tiny: Any
 ) -> None:
-    cold = asks("0-1", temperature=0.005)
-    found = in_engine(vllm_engines.make(tiny.model()), lambda e: collect(e, asks("0-0"), cold))
+    requests = asks("0-0"), asks("0-1", temperature=0.005), asks("0-2", temperature=2.5)
+    found = in_engine(vllm_engines.make(tiny.model()), lambda e: collect(e, *requests))
     assert found["0-0"].error is None
     assert "temperature=0.005 is less than vLLM samples at" in (found["0-1"].error or "")
+    assert "temperature=2.5 is more than vLLM samples at" in (found["0-2"].error or "")
+    assert found["0-2"].refused
 
 
 @pytest.mark.vllm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..rollout import VLLM_COLDEST, may_be_vllm, too_cold
+from ..rollout import VLLM_COLDEST, beyond_vllm, may_be_vllm
 from ..tree import Config
 from ..weights import LOADS_BY
 from .updates import Rule
@@ -59,7 +59,7 @@ def _coldest(config: Config) -> str | None:
     if config.learner.source == "ledger":
         asked["rollout.temperature"] = config.rollout.temperature
     for key, value in asked.items():
-        if value is None or (why := too_cold(key, value)) is None:
+        if value is None or (why := beyond_vllm(key, value)) is None:
             continue
         greedy = "" if key == "rollout.temperature" else ", to 0 for the likeliest tokens"
         return f"{why}: set it to {VLLM_COLDEST:g} or more{greedy}, or set rollout.engine=torch"
