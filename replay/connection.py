@@ -379,8 +379,11 @@ def readable_error(error: Exception, address: str = "Redis") -> Exception:
             f"Redis at {address} doesn't permit a command to this user ({text}): docs/redis.md has the "
             f"ACL rule that a run needs"
         )
-    kind = FullError if isinstance(error, OutOfMemoryError) else StoreError
-    return kind(f"Redis at {address} answered with an error: {text}")
+    if isinstance(error, OutOfMemoryError):
+        return FullError(
+            f"Redis at {address} is full ({text}): raise replay.maxmemory_mb (of an existing Redis, its maxmemory)"
+        )
+    return StoreError(f"Redis at {address} answered with an error: {text}")
 
 
 def _as_full(error: ResponseError) -> ResponseError:

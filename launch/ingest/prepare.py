@@ -78,8 +78,16 @@ def data_files(
 
         def resolve(source: SourceConfig | EvalSetConfig) -> Path:
             wanted = folder.resolve(source.path)
-            if wanted.parent == folder.data and (made / wanted.name).exists():
+            if wanted.parent != folder.data:
+                return wanted
+            if (made / wanted.name).exists():
                 return made / wanted.name
+            if not wanted.exists():
+                written = ", ".join(sorted(path.name for path in made.glob("*.parquet")))
+                raise DataError(
+                    f"{source.path} is no file of data.miniature={config.data.miniature}, which writes "
+                    f"{written}: give the path of one of these, or the data.miniature that writes it"
+                )
             return wanted
 
         yield resolve
@@ -258,9 +266,14 @@ def prepare(
     if trains_on_traces(config) and config.learner.objective.rejects:
         _check_pairs(config, problems)
     if needs_traces(config) and not traces and config.learner.source == "ledger":
+        ways = ["add a source with targets"]
+        if any(counts[name].long_traces for name in names):
+            ways.insert(0, f"raise rollout.max_new_tokens={config.rollout.max_new_tokens}")
+        if any(counts[name].refused_traces for name in names):
+            ways.insert(0, f"let more verdicts in than expert.accept={list(admitted(config))}")
         raise DataError(
             f"expert.per_group={config.expert.per_group} needs expert traces, and no source has "
-            f"one{_left_out(counts, names)}: add a source with targets, or set expert.per_group=0"
+            f"one{_left_out(counts, names)}: {', '.join(ways)}, or set expert.per_group=0"
         )
     sources = [(source.short_name, source.weight) for source in config.data.train]
     if config.data.pack_tokens is not None:
@@ -364,5 +377,9 @@ def _check_pairs(config: Config, problems: Sequence[Problem]) -> None:
 
 def _left_out(counts: dict[str, SourceCounts], names: Sequence[str]) -> str:
     """What became of each source's rows, in brackets; empty if no trace was left out."""
-    sources = [f"{n}: {c}" for n in names if (c := counts[n]).refused_traces or c.unpaid_traces]
+    sources = [
+        f"{n}: {c}"
+        for n in names
+        if (c := counts[n]).refused_traces or c.unpaid_traces or c.long_traces
+    ]
     return f" ({'; '.join(sources)})" if sources else ""

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from redis.exceptions import OutOfMemoryError
 
-from tandem.common.errors import StoreError
+from tandem.common.errors import FullError, StoreError
 from tandem.common.records import Version
 from tandem.replay.answers import read_take
-from tandem.replay.connection import Store, connect
+from tandem.replay.connection import Store, connect, readable_error
 from tandem.replay.evaluating.evaluations import EvaluationRequest, EvaluationResult
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import Row
@@ -142,6 +143,12 @@ def test_a_full_server_hears_heartbeats_renews_leases_and_lets_a_learner_start(
         store.call("set", store.key("large"), "x", deadline=0.1)
     store.redis.config_set("maxmemory", 0)
     store.close()
+
+
+def test_a_write_that_a_full_server_refuses_names_the_setting():
+    why = readable_error(OutOfMemoryError("command not allowed when used memory > 'maxmemory'."))
+    assert isinstance(why, FullError)
+    assert "raise replay.maxmemory_mb" in str(why)
 
 
 def test_a_damaged_entry_of_the_registry_hides_nobody_else(store: Store):

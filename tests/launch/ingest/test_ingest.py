@@ -532,6 +532,31 @@ def test_leases_count_the_largest_problem_of_the_data(made: Path, join: JoinInfo
         prepared("replay.maxmemory_mb=3")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "way_out"),
+    [
+        (
+            ["rollout.max_new_tokens=2"],
+            r"traces too long.*: raise rollout\.max_new_tokens=2, add a",
+        ),
+        (["expert.accept=[]"], r"graded correct.*: let more verdicts in than expert\.accept=\[\]"),
+    ],
+)
+def test_where_every_trace_is_left_out_the_setting_that_did_it_is_named(
+    overrides: list[str], way_out: str, made: Path
+) -> None:
+    with pytest.raises(DataError, match=way_out):
+        prepared(*overrides)
+
+
+def test_a_file_that_the_miniature_does_not_write_is_named_with_those_it_does(
+    tmp_path: Path,
+) -> None:
+    config = load("miniature").resolve([f"run.dir={tmp_path / 'run'}", "data.miniature=easy"])
+    with pytest.raises(DataError, match=r"no file of data\.miniature=easy, which writes expert\."):
+        ingest.prepare(config, RunFolder(tmp_path / "run"))
+
+
 def test_a_ledger_that_rejects_groups_of_one_sample_is_not_gone_on_with(
     made: Path, join: JoinInfo
 ) -> None:

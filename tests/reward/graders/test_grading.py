@@ -349,9 +349,14 @@ def test_the_canary_refuses_a_grader_that_is_wrong(grader: Grader, broken: Known
 
 def test_graders_that_cannot_start_are_told_of(make: Any) -> None:
     # An address space too small for the fork's first allocation.
-    with Grader(RewardConfig(memory_mb=1, graders=1)) as grader:
+    with Grader(RewardConfig.model_construct(memory_mb=1, graders=1)) as grader:
         with pytest.raises(TandemError, match=r"reward\.memory_mb=1"):
             grader.canary()
+
+
+def test_a_limit_under_which_no_grader_starts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"memory_mb\n.*greater than or equal to 100"):
+        RewardConfig(memory_mb=99)
 
 
 def test_graders_that_import_for_too_long_are_told_of(
