@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,28 @@ class Site:
     """A folder of templates that go before Tandem's."""
 
 
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_SUBDOMAIN = re.compile(rf"(?=.{{1,253}}$){_LABEL.pattern}(\.{_LABEL.pattern})*")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E)?")
+
+
+def _check_names(site: Site) -> None:
+    """Refuses what the cluster would refuse when the manifests are applied."""
+    for option, value, pattern, example in (
+        (
+            "--namespace",
+            site.namespace,
+            _LABEL,
+            "small letters, digits and hyphens, such as my-team",
+        ),
+        ("--storage", site.storage, _QUANTITY, "a quantity such as 500Gi"),
+        ("--storage-class", site.storage_class, _SUBDOMAIN, "a name such as fast-ssd"),
+        ("--image", site.image, re.compile(r"\S+"), "a name such as registry.example.org/tandem:1"),
+    ):
+        if value is not None and not pattern.fullmatch(value):
+            raise ConfigError(f"{option} {value}: Kubernetes wants {example}")
+
+
 def manifests(job: Job, site: Site) -> dict[str, str]:
     """File name to content; :data:`SECRET` holds a password.
 
@@ -60,6 +83,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         raise ConfigError(
             "--jobset is for the learner's other hosts, and learner.hosts=1: leave it out"
         )
+    _check_names(site)
     demands, hosts, config = job.demands, job.demands.hosts, job.config
     ports = port_range(config)
     drain = config.launch.drain_seconds

@@ -165,7 +165,7 @@ def _check(job: Job, site: Site) -> None:
         )
     if not _TIME.fullmatch(site.time):
         raise ConfigError(
-            f"--time {site.time}: write it as Slurm does, e.g. 12:00:00 or 2-00:00:00"
+            f"--time {site.time}: write it as Slurm does, e.g. 12:00:00 or 2-00:00:00, or 0 for no limit"
         )
     if site.grace > MOST_WARNING - WARNING:
         raise ConfigError(

@@ -345,6 +345,10 @@ def _room_on(config: Config, names: Sequence[str], device: str) -> Iterable[str]
     if learner and not config.learner.gradient_checkpointing:
         yield "set learner.gradient_checkpointing=true"
     if learner:
-        yield "raise learner.zero_stage or learner.ranks"
+        yield f"raise {'learner.zero_stage or ' * (config.learner.ranks > 1)}learner.ranks"
+        if config.learner.offload == "none":
+            yield "set learner.offload=optimizer with a learner.zero_stage of 1 or more"
+        if config.learner.lora is None:
+            yield "set learner.lora={}"
     elif memory.uses_vllm(config, device):
         yield "raise rollout.gpus_per_worker"

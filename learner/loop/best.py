@@ -121,7 +121,8 @@ def problems_of(name: str) -> str:
 
 def best_of(folder: Path) -> dict[str, Any] | None:
     """``step``, ``metric``, ``smallest``, ``value`` and ``problems`` of the best model; None if none is kept."""
-    path, way_out = folder / SCORE, f"restore it, or remove {folder}, which a better model then makes anew"
+    path = folder / SCORE
+    way_out = f"restore it, or remove {folder}, which a better model then makes anew"
     try:
         found = read_object(path.read_bytes(), str(path), DataError, way_out)
     except OSError:

@@ -549,6 +549,13 @@ def test_a_place_without_a_value_is_named():
     [
         (["miniature", "--jobset"], "learner.hosts=1"),
         (["miniature", "--partition", "gpu"], "--partition is an option of slurm"),
+        (
+            ["miniature", "--namespace", "My_NS"],
+            "--namespace My_NS: Kubernetes wants small letters",
+        ),
+        (["miniature", "--storage", "lots"], "--storage lots: Kubernetes wants a quantity"),
+        (["miniature", "--storage-class", "Fast!"], "--storage-class Fast!"),
+        (["miniature", "--image", "a b"], "--image a b"),
         (["miniature-sft-rl"], "several runs"),
         (["miniature-sft"], "tandem offline"),
         (["miniature", "learner.hosts=2"], "doesn't divide learner.ranks=1"),

@@ -173,8 +173,8 @@ def test_what_makes_room_on_a_gpu_is_named_by_who_is_on_it() -> None:
 
     torch = ("rollout.engine=torch", "rollout.groups_per_batch=64")
     learner = (
-        "lower learner.micro_batch_tokens, set learner.gradient_checkpointing=true, raise learner.zero_stage or "
-        "learner.ranks, or take larger GPUs"
+        "lower learner.micro_batch_tokens, set learner.gradient_checkpointing=true, raise learner.ranks, "
+        "set learner.offload=optimizer with a learner.zero_stage of 1 or more, set learner.lora={}, or take larger GPUs"
     )
     engine = "lower rollout.groups_per_batch, or take larger GPUs"
     apart = problems("qwen2.5-math-1.5b-grpo-2gpu", *torch)
