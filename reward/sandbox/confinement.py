@@ -45,8 +45,9 @@ def confine_zygote() -> list[str]:
 def confine_grader(memory_bytes: int, parent: int, *, drop: bool) -> None:
     """Limits a freshly forked grader; it ends with ``os._exit`` if its parent is gone.
 
-    Address space ``memory_bytes``; no file may grow; 16 descriptors; no core dump; no child
-    processes; with ``drop``, the user ``NOBODY``. :func:`allow_cpu` sets the CPU limit per request.
+    Address space ``memory_bytes``; no file may grow; 16 descriptors; no core dump; no child processes, except
+    for root, whom this limit doesn't bind; with ``drop``, the user ``NOBODY``. :func:`allow_cpu` sets the CPU
+    limit per request.
     """
     os.chdir("/")
     if drop:
