@@ -227,8 +227,28 @@ def _settings_of(kind: type[Objective], settings: ObjectiveConfig) -> ObjectiveC
     values = {one.name: getattr(settings, one.name) for one in fields(settings)}
     given = {key: value for key, value in values.items() if value != getattr(plain, key)}
     keys = set(reads(kind.kind)).intersection(settings.params)
-    derived: ObjectiveConfig = both(**given | {key: settings.params[key] for key in keys})
+    chosen = _checked(kind.kind, {key: settings.params[key] for key in keys})
+    derived: ObjectiveConfig = both(**given | chosen)
     return derived
+
+
+def _checked(kind: type[ObjectiveConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a built-in objective's keys as the config would have them, which doesn't know whose keys ``params`` are.
+
+    Raises:
+        ConfigError: one is out of its key's bounds, or none of its values.
+    """
+    # Loaded already where there is a config.
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        valid = TypeAdapter(kind).validate_python(dict(values))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = str(problem["loc"][0])
+        said = f"learner.objective.params.{key}={values[key]!r}"
+        raise ConfigError(f"{said}: {problem['msg'][0].lower()}{problem['msg'][1:]}") from None
+    return {key: getattr(valid, key) for key in values}
 
 
 def imported(path: str) -> Any:

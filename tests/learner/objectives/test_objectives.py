@@ -274,6 +274,20 @@ def test_a_class_that_derives_from_a_built_in_one_has_its_defaults(
     assert {key: getattr(found, key) for key in kept} == kept
     assert found.name == path
     assert make(path, aggregation="by_source").settings.aggregation == "by_source"
+    for params, said in (
+        (
+            {"aggregation": "tokenmean"},
+            r"learner\.objective\.params\.aggregation='tokenmean': input should be",
+        ),
+        (
+            {"clip_high": -0.5},
+            r"learner\.objective\.params\.clip_high=-0\.5: input should be greater",
+        ),
+        ({"clip_high": "much"}, r"learner\.objective\.params\.clip_high='much'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make(path, params=params)
+    assert make(path, params={"clip_high": "0.25", "mine": "x"}).settings.clip_high == 0.25
     # What an objective of one's own has anyway can't be told from what isn't given, except in params.
     found = make(path, aggregation="constant", params={"entropy_coefficient": 0.0}).settings
     assert (found.aggregation, found.entropy_coefficient) == (kept["aggregation"], 0.0)
