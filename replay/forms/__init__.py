@@ -255,18 +255,16 @@ def named_form(name: str, *, key: str = "form") -> Form:
     )
 
 
-def check_form_name(name: str | None, *, key: str) -> None:
+def check_form_name(name: str, *, key: str) -> None:
     """Refuses a form that nothing has, without importing what a user's function is in.
 
     Args:
-        name: a form's name, an import path, or None.
+        name: a form's name, or an import path.
         key: the setting that names it, for the message.
 
     Raises:
         ConfigError: there is no such form or module.
     """
-    if name is None:
-        return
     if ":" not in name:
         named_form(name, key=key)
     elif not import_path.has_module(name):

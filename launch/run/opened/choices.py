@@ -16,7 +16,6 @@ from ....common.errors import ConfigError
 from ....common.import_path import WAY_OUT, has_module, is_import_path
 from ....learner.loop import own_schedule
 from ....learner.loop.schedule import CRITIC_KEY, warmup_of
-from ....replay.forms import check_form_name
 from ....reward.components.scoring import Scorer
 from ....reward.reading import modes
 from ...callbacks.caller import Caller, Ended
@@ -54,9 +53,18 @@ def _check_data(data: DataConfig) -> None:
             modes.mode(one.mode, key=f"data.evaluate.{place}.mode")
         if one.template is not None:
             templates.named(one.template, key=f"data.evaluate.{place}.template")
-    for part in ("train", "evaluate"):
-        for place, source in enumerate(getattr(data, part)):
-            check_form_name(source.form, key=f"data.{part}.{place}.form")
+    named = {
+        f"data.{part}.{place}.form": source.form
+        for part, sources in (("train", data.train), ("evaluate", data.evaluate))
+        for place, source in enumerate(sources)
+        if source.form is not None
+    }
+    if named:
+        # Readers of files are loaded with the forms.
+        from ....replay.forms import check_form_name
+
+        for key, form in named.items():
+            check_form_name(form, key=key)
 
 
 def _check_functions(config: Config) -> None:
