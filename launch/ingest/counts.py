@@ -45,6 +45,8 @@ class SourceCounts:
     """Those whose chosen response has fewer."""
     earlier_answers: int = 0
     """Traces of conversations with earlier answers, which aren't learned from."""
+    other_responses: int = 0
+    """Traces that are solutions of rows whose ``messages`` end with another response."""
     unused_tools: int = 0
     """Rows that became problems and whose prompts don't show the tools that the rows have."""
     lacking: list[str] = field(default_factory=list)
@@ -85,6 +87,10 @@ class SourceCounts:
             (
                 self.earlier_answers,
                 "rows' earlier answers (only the last one of each row is learned from)",
+            ),
+            (
+                self.other_responses,
+                "rows' messages (they end with another response than the solution; form=conversation learns from it)",
             ),
             (self.unused_tools, "rows' tools (only turns=all renders that column)"),
             (self.unfit_logprobs, "traces whose log-probs aren't one a token (taken off)"),

@@ -16,6 +16,7 @@ from ...common.errors import DataError
 from ...common.records import ExpertTrace, Float32Array, Verdict
 from ...replay.forms import RowError
 from ...replay.forms.conversation import unread_label
+from ...replay.forms.problem_solution import other_response
 from ...reward.grading import Grade, Grader
 from . import turns
 from .accepting import accepted, item_of, trains_on_traces
@@ -148,6 +149,7 @@ class TraceReader:
             earlier = any(message.role == "assistant" for message in content.prompt)
             # Of a pair both responses go on from the same answers.
             counts.earlier_answers += earlier and content.rejected is None
+            counts.other_responses += other_response(draft.row.raw, content)
         self._add_logprobs(drafts, counts)
         return lengths
 

@@ -1,11 +1,12 @@
 """Reads data files of many forms as problems and responses. Parses only: no tokenising, no grading.
 
 Each form is one file of this folder, and one entry of :data:`FORMS`. A file's form is found by the
-columns of its first row; where several forms have the same columns, the config names it.
+columns of its first row; where several forms have the same columns, by the values of its first rows, or the config names it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,10 @@ FORMS: tuple[Form, ...] = (
 )
 
 
+LOOKED_AT = 64
+"""Rows of a file whose values may show its form, so that an odd first one is left out and doesn't decide for all."""
+
+
 class DataRow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One row that can be used, and its place."""
 
@@ -126,8 +131,10 @@ def read_rows(
     number = 0
     named = named_form(form) if form is not None else None
     for file in data_files(path):
-        found = named
-        for index, raw in enumerate(_raw(file, found)):
+        found, rows = named, _raw(file, named)
+        for index in itertools.count():
+            if (raw := next(rows, None)) is None:
+                break
             place = f"{file} row {index}"
             if left_out is not None:
                 left_out.seen = number + 1
@@ -135,7 +142,10 @@ def read_rows(
                 if isinstance(raw, RowError):
                     raise raw
                 if found is None:
-                    found = form_of(file, raw)
+                    ahead = list(itertools.islice(rows, LOOKED_AT - 1))
+                    found = form_of(file, raw, *_readable(ahead))
+                    rows = itertools.chain(ahead, rows)
+                    del ahead
                 content = _reader(file, found, whole)(raw)
             except RowError as error:
                 unwanted = isinstance(error, UnwantedRow)
@@ -151,21 +161,25 @@ def read_rows(
 
 
 def check_form(path: Path, form: str | None = None, *, whole: bool = False) -> None:
-    """Finds the form of every file of a source by its first row, in a moment.
+    """Finds the form of every file of a source by its first rows, in a moment.
 
     Raises:
         DataError: as :func:`read_rows` does, for what doesn't need the rest of the rows.
     """
     named = named_form(form) if form is not None else None
-    firsts = [next(_raw(file, named), None) for file in data_files(path)]
-    if all(first is None for first in firsts):
+    is_empty = True
+    for file in data_files(path):
+        firsts = list(itertools.islice(_raw(file, named), LOOKED_AT))
+        is_empty = is_empty and not firsts
+        readable = _readable(firsts)
+        if named is not None or readable:
+            _reader(file, named or form_of(file, *readable), whole)
+    if is_empty:
         raise DataError(f"{path} holds no rows: name a file with at least one problem")
-    for file, first in zip(data_files(path), firsts, strict=True):
-        found = named
-        if named is None and first is not None and not isinstance(first, RowError):
-            found = form_of(file, first)
-        if found is not None:
-            _reader(file, found, whole)
+
+
+def _readable(rows: list[Raw]) -> list[Mapping[str, Any]]:
+    return [row for row in rows if not isinstance(row, RowError)]
 
 
 def _reader(file: Path, form: Form, whole: bool) -> Callable[[Mapping[str, Any]], Content]:
@@ -189,23 +203,30 @@ def _raw(file: Path, form: Form | None) -> Iterator[Raw]:
     return raw_rows(file, choose)
 
 
-def _matching(row: Mapping[str, Any]) -> list[Form]:
-    """The forms that fit a row best: those that read the most of its columns."""
-    best = max(form.match(row) for form in FORMS)
-    return [form for form in FORMS if best[0] and form.match(row) == best]
+def _matching(*rows: Mapping[str, Any]) -> list[Form]:
+    """The forms that fit rows with the same columns best: those that read the most of the columns."""
+    matches = [max(map(form.match, rows)) for form in FORMS]
+    best = max(matches)
+    return [form for form, match in zip(FORMS, matches, strict=True) if best[0] and match == best]
 
 
 def _only(forms: list[Form]) -> Form | None:
     return forms[0] if len(forms) == 1 else None
 
 
-def form_of(file: Path, row: Mapping[str, Any]) -> Form:
+def form_of(file: Path, row: Mapping[str, Any], *more: Mapping[str, Any]) -> Form:
     """The form of a file with this first row.
+
+    Args:
+        file: the file, for errors.
+        row: its first row, whose columns count.
+        more: rows after it, whose values count as well where they show a form.
 
     Raises:
         DataError: none has these columns, or several have.
     """
-    fits = _matching(row)
+    alike = [{name: other[name] for name in row} for other in more if other.keys() >= row.keys()]
+    fits = _matching(row, *alike)
     if len(fits) == 1:
         return fits[0]
     has = f"it has {', '.join(map(str, row)) or 'no columns'}"

@@ -158,7 +158,9 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Raw]:
     if start == b"[":
         yield from _array(path, reader)
     elif start == b"{":
-        yield from _lines(reader)
+        alone = _alone(reader)
+        reader.seek(0)
+        yield from _lines(reader) if alone is None else [alone]
     else:
         raise DataError(
             f"{path} is neither parquet nor JSON: it begins with {reader.peek(8)[:8]!r}; convert it to "
@@ -166,6 +168,21 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Raw]:
             if start
             else f"{path} is empty"
         )
+
+
+def _alone(file: IO[bytes]) -> Raw | None:
+    """The object over several lines that a file consists of, as each problem of MATH in its own; None if it isn't one."""
+    start = b""
+    while not start.strip().removeprefix(codecs.BOM_UTF8):
+        start = file.readline(MAX_ROW_CHARACTERS)
+    if start.rstrip().endswith(b"}"):
+        return None  # One object a line, or a broken line of such a file.
+    whole = (start + file.read(MAX_ROW_CHARACTERS)).removeprefix(codecs.BOM_UTF8)
+    try:
+        text = whole.decode("utf-8", "surrogateescape")
+        return _checked(json.loads(text), text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _lines(file: IO[bytes]) -> Iterator[Raw]:

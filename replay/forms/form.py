@@ -30,7 +30,8 @@ class Form:
     of_extra: tuple[str, ...] | None = ()
     """Columns that :attr:`write` takes from a row's other columns; None = it makes no columns of these."""
     claims: Callable[[Mapping[str, Any]], bool] | None = None
-    """Whether a row with these columns has this form, by its values; None = always."""
+    """Whether a row with these columns has this form, by its values; None = always. One such row among the
+    first of a file is enough."""
     reads: Callable[[Collection[str]], list[str]] | None = None
     """Which of a file's columns have to be read; None = all."""
 

@@ -73,6 +73,16 @@ def _solution(row: Mapping[str, Any]) -> str:
     return text({column: found[0]} if isinstance(found, list) else row, column)
 
 
+def other_response(row: Mapping[str, Any], content: Content) -> bool:
+    """Whether the solution is what a row is read for, and its ``messages`` end with another response, as OpenR1-Math's do."""
+    solution, said = first_filled(row, SOLUTIONS), row.get("messages")
+    if solution is None or content.target is None or content.target != row[solution]:
+        return False
+    last = said[-1] if isinstance(said, list) and said else None
+    answer = last.get("content") if isinstance(last, Mapping) else None
+    return isinstance(answer, str) and answer.strip() not in ("", content.target.strip())
+
+
 def write(content: Content) -> dict[str, Any]:
     return {
         **content.extra,

@@ -56,8 +56,6 @@ class RowWriter:
         self._first: dict[str, Any] = {}
         self._names: dict[str, None] = {}
         """The columns of all rows."""
-        self._known = self.form
-        """The form by which the first row is known, with these columns."""
         self._kinds: dict[tuple[str, ...], set[str]] = {}
         """The kinds of values of each column, and of each key of the structs and of the elements of the lists in it."""
 
@@ -68,7 +66,6 @@ class RowWriter:
             RowError: the form can't hold it, or what it holds would teach something else.
         """
         columns = self._row(content)
-        self._known = self._form_of(columns)
         self._first = self._first or columns
         self._names |= dict.fromkeys(columns)
         # Not before: whoever made the writer has to be able to discard it.
@@ -125,11 +122,9 @@ class RowWriter:
         return all(now in (None, then) for now, then in zip(judged, verdicts, strict=True))
 
     def _form_of(self, columns: dict[str, Any]) -> Form:
-        """The form of the file with this row, in which rows have one another's columns."""
-        if columns.keys() <= self._names.keys():
-            return self._known
+        """The form of the file with this row, in which rows have one another's columns and any value may show a form."""
         names = self._names | dict.fromkeys(columns)
-        return form_of(self.path, names | (self._first or columns))
+        return form_of(self.path, names | (self._first or columns), names | columns)
 
     def finish(self) -> None:
         """Puts the file in its place.

@@ -346,6 +346,20 @@ def test_by_default_the_last_answer_is_learned_from_and_the_others_are_told_of()
     assert "earlier answers" not in str(counts)
 
 
+def test_messages_that_end_with_another_response_than_the_solution_are_told_of() -> None:
+    """As OpenR1-Math has a model's response beside a person's solution; NuminaMath has the solution in both."""
+    tok = tokenizer("chatml")
+    row = {"problem": "1+1?", "solution": "It is 2."}
+    ends = ("One and one, so 2.", "It is 2.\n", "")
+    rows = [{**row, "messages": [said("user", "1+1?"), said("assistant", end)]} for end in ends]
+    _, traces, counts = read(tok, *rows, row)
+    assert [tok.decode(t.tokens, skip_special_tokens=True) for t in traces] == ["It is 2."] * 4
+    assert "1 rows' messages (they end with another response than the solution; " in str(counts)
+    _, (trace,), counts = read(tok, rows[0], form="conversation")
+    assert tok.decode(trace.tokens, skip_special_tokens=True) == ends[0]
+    assert counts.other_responses == 0
+
+
 def test_tools_that_no_prompt_shows_are_told_of() -> None:
     tok = tokenizer("chatml")
     rows = [{"messages": CHAT[:3], "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [], "")]

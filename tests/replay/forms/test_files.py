@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import random
@@ -47,6 +48,21 @@ def test_a_line_that_cannot_be_read_is_left_out(line: str, reason: str, tmp_path
     kept, (found,) = reasons(write_lines(tmp_path / "a.jsonl", [GOOD[0], line, GOOD[1]]))
     assert kept == 2
     assert reason in found
+
+
+@pytest.mark.parametrize("name", ["0.json", "0.json.gz"])
+def test_a_file_may_hold_one_object_over_several_lines(name: str, tmp_path: Path):
+    """As competition MATH has its problems."""
+    text = "\ufeff\n" + json.dumps(GOOD[0], indent=4) + "\n"
+    (tmp_path / name).write_bytes(
+        gzip.compress(text.encode()) if name.endswith("z") else text.encode()
+    )
+    assert reasons(tmp_path / name) == (1, [])
+    # Its first line is no object in a file of lines either.
+    write_lines(tmp_path / "a.jsonl", ['{"question": "2+2?",', *GOOD])
+    kept, (found,) = reasons(tmp_path / "a.jsonl")
+    assert kept == 3
+    assert "isn't JSON" in found
 
 
 def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

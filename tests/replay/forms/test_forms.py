@@ -489,6 +489,29 @@ def test_columns_of_two_forms_need_a_name(tmp_path: Path):
     assert all_of(path, "prompt_response")[0].content.target == "6"
 
 
+ODD = {"gsm8k": {"answer": "It is 4."}, "hh": {"chosen": "Human: q\n\nAssistant: a"}}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("place", [0, 1, 62])
+def test_odd_rows_do_not_decide_for_the_others(name: str, place: int, tmp_path: Path):
+    rows = [{**ROWS[name](n), **(ODD[name] if n <= place else {})} for n in range(99)]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    left_out = LeftOut()
+    found = list(read_rows(path, left_out=left_out))
+    assert [row.number for row in found] == list(range(place + 1, 99))
+    assert [vars_of(row) for row in found] == [
+        vars_of(row) for row in read_rows(path, name, LeftOut())
+    ]
+    assert len(left_out) == place + 1
+
+
+def test_a_heading_does_not_make_an_answer_one_of_gsm8k(tmp_path: Path):
+    row = {"question": "2+2?", "answer": "#### Sum\nIt is 4."}
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert found.content.gold == row["answer"]
+
+
 def test_unknown_columns_and_forms_are_named(tmp_path: Path):
     path = write_lines(tmp_path / "a.jsonl", [{"bla": 1}])
     with pytest.raises(DataError, match=r"no known form \(it has bla\): .*one of luffy, "):
