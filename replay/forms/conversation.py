@@ -42,6 +42,7 @@ from .row import (
     unread,
     whole_messages,
     with_system,
+    without_nulls,
 )
 
 SAID = ("role", "content", "from", "value")
@@ -73,7 +74,8 @@ def read_whole(row: Mapping[str, Any]) -> Content:
             column, row[column], "begins with a tool's message", "let an answer call the tool"
         )
     prompt = tuple(Message(role=one["role"], content=one["content"]) for one in found[:first])
-    tools = () if is_missing(row.get(TOOLS)) else tuple(as_list(row[TOOLS], TOOLS))
+    offered = row.get(TOOLS)
+    tools = () if is_missing(offered) else tuple(as_list(without_nulls(offered), TOOLS))
     return _content(
         row, prompt, found[last]["content"], turns=tuple(found[first : last + 1]), tools=tools
     )

@@ -135,12 +135,7 @@ def whole_messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     """The same with tools' messages, calls of tools and whatever else stands in a message, as a chat template reads it."""
     found = []
     for item in _items(row, column):
-        # Parquet gives all messages of a column the same keys.
-        message = {
-            str(key): plain(value, travels=False)
-            for key, value in item.items()
-            if value is not None
-        }
+        message = plain(without_nulls(item), travels=False)
         role, calls = message.get("role"), message.get("tool_calls")
         if role not in (*ROLES, TOOL):
             raise RowError(column, role, "isn't a role", f"use one of {', '.join((*ROLES, TOOL))}")
@@ -181,6 +176,14 @@ def _call(call: dict[str, Any], column: str) -> dict[str, Any]:
         )
     made = {**function, "arguments": _from_json(function.get("arguments", {}))}
     return {**call, "function": made} if "function" in call else made
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the keys whose value is null, at any depth: parquet gives all maps of a column the same keys.
+    Texts of JSON keep theirs."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _from_json(value: Any) -> Any:

@@ -546,6 +546,31 @@ def test_a_form_can_be_a_function_of_the_users(tmp_path: Path, monkeypatch: pyte
     assert left_out.counts == {"row was left out by own_forms:read": 1}
 
 
+def test_keys_that_only_parquet_adds_are_no_arguments_of_a_call(tmp_path: Path):
+    def called(arguments: Any, properties: Any) -> dict[str, Any]:
+        call = {"function": {"name": "w", "arguments": arguments}}
+        tool = {"function": {"name": "w", "parameters": {"properties": properties}}}
+        answer = said("assistant", "", tool_calls=[call])
+        return {"messages": [said("user", "q"), answer], "tools": [tool]}
+
+    text = {"type": "string"}
+    rows = [
+        called({"city": "a", "at": {"x": 1}}, {"city": text}),
+        called({"zip": 3}, {"zip": text}),
+    ]
+    found = read_rows(write_parquet(tmp_path / "a.parquet", rows), whole=True)
+    for row, one in zip(rows, found, strict=True):
+        assert list(one.content.turns) == row["messages"][1:]
+        assert list(one.content.tools) == row["tools"]
+    # Whoever writes JSON as text means its nulls.
+    as_text = called('{"city": null}', {})
+    as_text["tools"] = '[{"name": "w", "default": null}]'
+    (found_text,) = read_rows(write_parquet(tmp_path / "b.parquet", [as_text]), whole=True)
+    (call,) = found_text.content.turns[0]["tool_calls"]
+    assert call["function"]["arguments"] == {"city": None}
+    assert found_text.content.tools == ({"name": "w", "default": None},)
+
+
 def test_sharegpts_answers_keep_their_calls_where_a_template_writes_them(tmp_path: Path):
     calls = [{"function": {"name": "look", "arguments": {}}}]
     answer = {"from": "gpt", "value": "I look.", "tool_calls": calls}
