@@ -12,6 +12,7 @@ A folder is written under a temporary name, synced and renamed, so that it is ne
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import shutil
@@ -50,6 +51,7 @@ def write(
     version = manifest.version
     target = folder / str(version)
     beside = folder / f".{version}.{secrets.token_hex(4)}"
+    old = folder / f"{beside.name}.old"
     try:
         beside.mkdir(parents=True)
         save_file(dict(staged.tensors()), beside / MODEL, {"format": "pt"})
@@ -57,17 +59,25 @@ def write(
         sync_tree(beside)
         if target.is_dir():
             # It was damaged. Whoever reads it has its file open.
-            target.rename(folder / f"{beside.name}.old")
+            target.rename(old)
         beside.rename(target)
         write_atomic(folder / LATEST, target.name)
         sync_folder(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(beside, ignore_errors=True)
+        if old.is_dir() and not target.exists():
+            with contextlib.suppress(OSError):
+                old.rename(target)
         raise WeightsError(
             f"no snapshot of version {version} could be written to {folder}: {error}; "
             f"check free space and permissions, or set weights.snapshot_folder"
         ) from None
     _remove_old(folder, being_read)
+
+
+def is_there(place: str) -> bool:
+    """Whether this host sees the files of a snapshot."""
+    return (Path(place) / MODEL).is_file()
 
 
 def fetch(manifest: WeightManifest, place: str, memory: Memory) -> StagedTensors:

@@ -268,6 +268,8 @@ class Transfers:
             log.info(f"{who} joined with version {message.version or 'none'}")
         peer.ask = message
         peer.silence.restart()
+        if message.version == self._slots.newest:
+            peer.obstacle = ""
         if peer.transfer is not None:
             self._on_progress(peer, peer.transfer)
 
@@ -280,8 +282,8 @@ class Transfers:
             if time.perf_counter() - transfer.begun > LOST_SECONDS:
                 self._fail(peer, f"{peer.member} didn't get the offer")
         elif not ask.busy:
-            if offer.way == "snapshot" and ask.problem.startswith(("fetch:", "verify:")):
-                self._doubt(offer.manifest.version)
+            if offer.way == "snapshot":
+                self._doubt(offer, ask.problem)
             self._fail(peer, f"{peer.member} refused at {ask.problem}", tell=False)
         elif not transfer.taken_up:
             transfer.taken_up = True
@@ -468,11 +470,12 @@ class Transfers:
         then = partial(self._on_snapshot, published)
         self._in_thread("weights-snapshot", published, write, then)
 
-    def _doubt(self, version: Version) -> None:
-        """Has a snapshot that a worker couldn't read written once more: it may be lost or damaged. If it is the
-        worker that sees no such folder, it wouldn't see the next one either."""
-        snapshot = self._snapshot
-        if snapshot is not None and snapshot.version == version != self._rewritten:
+    def _doubt(self, offer: Offer, problem: str) -> None:
+        """Has a snapshot written once more that is lost, or damaged as a worker found. A worker that alone sees no such
+        folder wouldn't see the next one either."""
+        version, written = offer.manifest.version, self._snapshot
+        bad = problem.startswith("verify:") or not snapshot.is_there(offer.place)
+        if bad and written is not None and written.version == version != self._rewritten:
             self._snapshot, self._rewritten = None, version
 
     def _on_snapshot(self, published: Published, problem: str) -> None:

@@ -226,29 +226,37 @@ def _settings_of(kind: type[Objective], settings: ObjectiveConfig) -> ObjectiveC
     plain = OwnObjective()
     values = {one.name: getattr(settings, one.name) for one in fields(settings)}
     given = {key: value for key, value in values.items() if value != getattr(plain, key)}
-    keys = set(reads(kind.kind)).intersection(settings.params)
-    chosen = _checked(kind.kind, {key: settings.params[key] for key in keys})
-    derived: ObjectiveConfig = both(**given | chosen)
+    chosen = {key: settings.params[key] for key in reads(kind.kind) if key in settings.params}
+    derived: ObjectiveConfig = both(**given | _checked(kind.kind, given, chosen))
     return derived
 
 
-def _checked(kind: type[ObjectiveConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(
+    kind: type[ObjectiveConfig], given: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> dict[str, Any]:
     """Values of a built-in objective's keys as the config would have them, which doesn't know whose keys ``params`` are.
 
+    Args:
+        kind: the built-in objective's settings.
+        given: the objective's other settings.
+        chosen: those among ``params``.
+
     Raises:
-        ConfigError: one is out of its key's bounds, or none of its values.
+        ConfigError: one is out of its key's bounds, none of its values, or doesn't go with the others.
     """
     # Loaded already where there is a config.
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        valid = TypeAdapter(kind).validate_python(dict(values))
+        known = {key: given[key] for key in reads(kind) if key in given and key != "name"}
+        valid = TypeAdapter(kind).validate_python(known | chosen)
     except ValidationError as error:
         problem = error.errors()[0]
-        key = str(problem["loc"][0])
-        said = f"learner.objective.params.{key}={values[key]!r}"
-        raise ConfigError(f"{said}: {problem['msg'][0].lower()}{problem['msg'][1:]}") from None
-    return {key: getattr(valid, key) for key in values}
+        at = "".join(f".{key}={chosen.get(str(key))!r}" for key in problem["loc"][:1])
+        message = str(problem.get("ctx", {}).get("error", problem["msg"]))
+        said = f"learner.objective.params{at}: {message[0].lower()}{message[1:]}"
+        raise ConfigError(said) from None
+    return {key: getattr(valid, key) for key in chosen}
 
 
 def imported(path: str) -> Any:

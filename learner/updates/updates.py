@@ -169,7 +169,8 @@ class Updates:
         config, reference = self.config, self.columns.reference
         own = reference is not None and reference.policy is not self.engine.policy
         teacher = config.learner.teacher if self.teacher is not None else None
-        return [path for path in (config.model.path if own else None, teacher) if path is not None]
+        paths = dict.fromkeys((config.model.path if own else None, teacher))
+        return [path for path in paths if path is not None]
 
     def train(
         self,

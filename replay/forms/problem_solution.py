@@ -7,7 +7,8 @@ column (the first that isn't blank)                meaning
 ``solution``, ``generated_solution``               the solution, which is a response to learn from: a
                                                    text, or the first one of a list (OlympiadBench);
                                                    may be blank where there is an answer
-``expected_answer``, ``answer``, ``final_answer``  the gold answer; without it the solution holds it,
+``expected_answer``, ``answer``                    the gold answer (OlympiadBench: a list of one in
+                                                   ``final_answer``); without it the solution holds it,
                                                    in its last ``\\boxed{}``
 ``source``, ``problem_source``                     where the row is from; may be absent
 =================================================  ====================================================
@@ -40,13 +41,17 @@ from .row import (
 
 QUESTIONS = ("problem", "question")
 SOLUTIONS = ("solution", "generated_solution")
-ANSWERS = ("expected_answer", "answer", "final_answer")
+ANSWERS = ("expected_answer", "answer")
+FINAL = "final_answer"
+"""OlympiadBench's answers, a list; its solutions are one, too."""
 NO_ANSWER = ("proof", "notfound", "n/a")
 
 
 def read(row: Mapping[str, Any]) -> Content:
     solution = _solution(row)
     answered = first_filled(row, ANSWERS)
+    if answered is None and _is_one(row.get(FINAL)):
+        answered = FINAL
     if answered is None:
         answer = solution if "\\boxed" in solution or "\\fbox" in solution else ""
     elif str(row[answered]).strip().lower() in NO_ANSWER:
@@ -67,10 +72,15 @@ def read(row: Mapping[str, Any]) -> Content:
 
 def _solution(row: Mapping[str, Any]) -> str:
     column = first_filled(row, SOLUTIONS)
-    if column is None or row[column] == []:
-        return ""
-    found = row[column]
-    return text({column: found[0]} if isinstance(found, list) else row, column)
+    found = row[column] if column is not None else None
+    if column is not None and isinstance(found, list):
+        row = {column: found[0] if found else None}
+        column = first_filled(row, (column,))
+    return text(row, column) if column is not None else ""
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 1
 
 
 def other_response(row: Mapping[str, Any], content: Content) -> bool:
@@ -99,7 +109,7 @@ FORM = Form(
     name="problem_solution",
     about="competition MATH, NuminaMath, NuminaMath-TIR, OpenMathReasoning, OlympiadBench",
     columns=tuple((asked, solution) for asked in QUESTIONS for solution in SOLUTIONS),
-    also=(*ANSWERS, *SOURCES, "messages"),
+    also=(*ANSWERS, FINAL, *SOURCES, "messages"),
     read=read,
     write=write,
 )

@@ -1,9 +1,9 @@
 """A question with its gold answer and nothing to learn from: AIME, AMC, MATH-500, Minerva and the like.
 
-``question`` (or ``problem``, ``Problem``, or ``prompt``, which may be a list of messages) is the question. ``answer`` (or
-``Answer``, ``gold``, ``ground_truth``, or OlympiadBench's ``final_answer``) is the gold answer as text, as a number (142.0 is
-read as 142), or as a solution that holds it in its last ``\\boxed{}``. A text in ``system`` is the system message, unless
-the question has one.
+``question`` (or ``problem``, or ``prompt``, which may be a list of messages) is the question. ``answer`` (or
+``gold``, ``ground_truth``, or OlympiadBench's ``final_answer``) is the gold answer as text, as a number (142.0 is read as 142),
+or as a solution that holds it in its last ``\\boxed{}``. Some sets have ``Problem`` and ``Answer``. A text in ``system`` is
+the system message, unless the question has one.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ from .row import (
     with_system,
 )
 
-QUESTIONS = ("question", "problem", "prompt", "Problem")
-ANSWERS = ("answer", "gold", "ground_truth", "final_answer", "Answer")
+QUESTIONS = ("question", "problem", "prompt")
+ANSWERS = ("answer", "gold", "ground_truth", "final_answer")
+CAPITAL = ("Problem", "Answer")
 
 
 def read(row: Mapping[str, Any]) -> Content:
-    asked = first_of(row, QUESTIONS) or QUESTIONS[0]
+    asked = first_of(row, QUESTIONS)
     answered = first_of(row, ANSWERS)
+    capital = asked is None and CAPITAL[0] in row
+    if capital:
+        asked, answered = CAPITAL
     return Content(
-        prompt=with_system(row, prompt(row, asked)),
-        gold=gold(row[answered], answered) if answered else "",
+        prompt=with_system(row, prompt(row, asked or QUESTIONS[0])),
+        gold=gold(row.get(answered), answered) if answered else "",
         data_source=source_of(row),
-        extra=others(row, (*QUESTIONS, *ANSWERS, *SOURCES, SYSTEM)),
+        extra=others(row, (*(CAPITAL if capital else (*QUESTIONS, *ANSWERS)), *SOURCES, SYSTEM)),
     )
 
 
@@ -56,7 +60,7 @@ def write(content: Content) -> dict[str, Any]:
 FORM = Form(
     name="question_answer",
     about="AIME, AMC, Minerva: a question and its gold answer",
-    columns=tuple((asked, answered) for asked in QUESTIONS for answered in ANSWERS),
+    columns=(*((asked, answered) for asked in QUESTIONS for answered in ANSWERS), CAPITAL),
     also=SOURCES,
     read=read,
     write=write,

@@ -76,9 +76,6 @@ _COMMANDS = {
     "\\vee": "\\text{ or }",
 }
 _COMMAND = re.compile(r"\\(?:left|right)\s*\.|\\(?:[A-Za-z]+|.)", re.DOTALL)
-_SWITCH = re.compile(r"\\(?:bf|it|rm|sf|tt|bfseries|itshape)(?![A-Za-z]|\s*\{)\s*")
-"""A command that changes the style of what follows it, to the end of its group."""
-_SWITCHED = re.compile(rf"\{{\s*{_SWITCH.pattern}([^{{}}]*)\}}")
 _THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|\\thinspace ?|,\s?\\!\s?|\\!\s?,\s?)(?=\d{3}(?!\d))")
 _LINE_SKIP = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]")
 _TEXT_MINUS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*[-\u2212\u2013]\s*\}")
@@ -219,12 +216,6 @@ def _command(match: re.Match[str]) -> str:
     return "" if command[-1] == "." and command != "\\." else command
 
 
-def _styled(match: re.Match[str]) -> str:
-    """A group without its style: a word, as of a unit, stays upright, so that it isn't a product of letters."""
-    content = match[1].strip()
-    return f"\\mathrm{{{content}}}" if content.isalpha() and len(content) > 1 else f"{{{content}}}"
-
-
 def plain(text: str) -> str:
     """A text with one spelling for each command and character; its structure is kept."""
     if not text.isascii():
@@ -240,7 +231,6 @@ def plain(text: str) -> str:
         elif text.endswith("\\"):
             # A trailing "\\ " that has lost its blank.
             text = text[:-1]
-        text = _SWITCHED.sub(_styled, text)
         if "\\text" in text or "\\math" in text or "\\mbox" in text:
             text = _TEXT_MINUS.sub("-", text)
             text = _UPRIGHT.sub(r" \1\2 ", text)
@@ -250,7 +240,7 @@ def plain(text: str) -> str:
             text = _NOT_EQUAL.sub(r"\\ne ", text)
         if "color" in text:
             text = _COLOUR.sub("", text)
-        text = _SWITCH.sub("", _COMMAND.sub(_command, text))
+        text = _COMMAND.sub(_command, text)
         if "\\begin" in text:
             system = _SYSTEM.fullmatch(text)
             text = _listed(system) if system is not None else text
@@ -319,6 +309,8 @@ WRAPPER = re.compile(
     r"|underline|displaystyle)\s*\{"
 )
 """A command that only styles what its braces hold."""
+_SWITCH = re.compile(r"\\(?:bf|it|rm|sf|tt|bfseries|itshape)(?![A-Za-z]|\s*\{)\s*")
+"""A command that changes the style of all that follows it."""
 _LEADING = re.compile(r"^(?:\\(?:approx|therefore|implies|Rightarrow)(?![A-Za-z])|=(?!=))\s*")
 _SPACES = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
@@ -343,6 +335,8 @@ def unwrap(text: str) -> str:
         wrapped = WRAPPER.match(text)
         if wrapped and close_of(text, wrapped.end()) == len(text) - 1:
             text = text[wrapped.end() : -1].strip()
+        if switched := _SWITCH.match(text):
+            text = text[switched.end() :]
         while text and text[-1] in ".,;:" and not text.endswith(("...", "\\,", "\\;", "\\:")):
             text = text[:-1].rstrip()
         if text == before:

@@ -21,6 +21,7 @@ and ends. When the zygote is killed, the kernel kills the graders (``PR_SET_PDEA
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -271,7 +272,8 @@ class Zygote:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 return
-            _kill(ended.si_pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(ended.si_pid, signal.SIGKILL)
             pid, status = os.waitpid(ended.si_pid, 0)
             slot = self._children.pop(pid, -1)
             self._slots.pop(slot, None)
@@ -286,10 +288,10 @@ class Zygote:
 
 
 def _kill(pid: int) -> None:
-    """Kills a grader that isn't reaped yet, with all that it has started."""
+    """Kills a grader that isn't reaped yet, with all that it has started in its group."""
     try:
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
+    except ProcessLookupError:
         os.kill(pid, signal.SIGKILL)  # It has just been forked and has no group of its own yet.
 
 

@@ -105,8 +105,7 @@ def _of_tag(tag: str | None) -> Extraction:
 
 
 def _read_tag(text: str, prompt: str, truncated: bool) -> Extraction:
-    found = _of_tag(extraction.answer_tag(text))
-    return found if found.answer is None else replace(found, answer=extraction.refine(found.answer))
+    return _of_tag(extraction.answer_tag(text))
 
 
 # --- upstream's ------------------------------------------------------------------------------

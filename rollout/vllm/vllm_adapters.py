@@ -59,6 +59,8 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 LOOK_SECONDS = 0.01
 
 # Shared by all engines of the process, since several may use the same vLLM one after the other.
+FUSED = {"qkv_proj": {"q_proj", "k_proj", "v_proj"}, "gate_up_proj": {"gate_proj", "up_proj"}}
+"""Layers that vLLM fuses, with their parts."""
 _numbers = itertools.count(1)
 
 
@@ -70,12 +72,14 @@ def arguments(lora: LoraConfig, versions: int, specs: Sequence[ParameterSpec]) -
         versions: number of versions whose adapters samples may use at the same time.
         specs: the adapters' tensors.
     """
-    layers = {spec.name.rpartition(".lora_")[0] for spec in specs}
+    layers = {spec.name.rpartition(".lora_")[0].rpartition(".")[2] for spec in specs}
+    # Older versions know layers that they have fused by their own names alone.
+    layers |= {fused for fused, parts in FUSED.items() if layers & parts}
     return {
         "enable_lora": True,
         # Else vLLM prepares the output head for adapters, too, if the model's family lists it (Llama, Qwen3), and
         # on CPUs then ends at the first request that asks for a prompt's log-probs (seen in 0.32).
-        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
+        "lora_target_modules": sorted(layers),
         "max_lora_rank": next(rank for rank in RANKS if rank >= lora.rank),
         "max_loras": versions,
         # A new one is loaded before an old one is forgotten.

@@ -53,12 +53,11 @@ def _check_data(data: DataConfig) -> None:
             modes.mode(one.mode, key=f"data.evaluate.{place}.mode")
         if one.template is not None:
             templates.named(one.template, key=f"data.evaluate.{place}.template")
-    named = {
-        f"data.{part}.{place}.form": source.form
-        for part, sources in (("train", data.train), ("evaluate", data.evaluate))
-        for place, source in enumerate(sources)
-        if source.form is not None
+    forms = {
+        **{f"data.train.{place}.form": one.form for place, one in enumerate(data.train)},
+        **{f"data.evaluate.{place}.form": one.form for place, one in enumerate(data.evaluate)},
     }
+    named = {key: form for key, form in forms.items() if form is not None}
     if named:
         # Readers of files are loaded with the forms.
         from ....replay.forms import check_form_name

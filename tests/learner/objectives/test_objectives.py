@@ -284,10 +284,13 @@ def test_a_class_that_derives_from_a_built_in_one_has_its_defaults(
             r"learner\.objective\.params\.clip_high=-0\.5: input should be greater",
         ),
         ({"clip_high": "much"}, r"learner\.objective\.params\.clip_high='much'"),
+        ({"kl_target": 0.1}, r"learner\.objective\.params: kl_target has no"),
     ):
         with pytest.raises(ConfigError, match=said):
             make(path, params=params)
     assert make(path, params={"clip_high": "0.25", "mine": "x"}).settings.clip_high == 0.25
+    steered = make(path, kl_coefficient=0.05, params={"kl_target": 0.1}).settings
+    assert (steered.kl_coefficient, steered.kl_target) == (0.05, 0.1)
     # What an objective of one's own has anyway can't be told from what isn't given, except in params.
     found = make(path, aggregation="constant", params={"entropy_coefficient": 0.0}).settings
     assert (found.aggregation, found.entropy_coefficient) == (kept["aggregation"], 0.0)
