@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -49,8 +49,8 @@ class RewardConfig(Section):
     deadline_seconds: Seconds = 3.0
     """A grader that takes longer is killed, and its text gets the verdict ``timeout``. The deadline is
     extended while other processes keep the grader from its core (docs/grading.md)."""
-    memory_mb: Annotated[int, Field(ge=100)] = 1024
-    """Address-space limit of a grader, MiB; with under 80 it dies as soon as it starts."""
+    memory_mb: Positive = 1024
+    """Address-space limit of a grader, MiB."""
     timeout_pays: float = 0.0
     """Reward for the verdicts ``timeout`` and ``memory``, which are the text's own doing."""
     components: tuple[ComponentConfig, ...] = (

@@ -50,7 +50,9 @@ class Site:
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _SUBDOMAIN = re.compile(rf"(?=.{{1,253}}$){_LABEL.pattern}(\.{_LABEL.pattern})*")
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|Ei|k|M|G|T|P|E)?")
+_QUANTITY = re.compile(
+    r"[+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+|Ki|Mi|Gi|Ti|Pi|Ei|m|k|M|G|T|P|E)?"
+)
 
 
 def _check_names(site: Site) -> None:
@@ -66,7 +68,8 @@ def _check_names(site: Site) -> None:
         ("--storage-class", site.storage_class, _SUBDOMAIN, "a name such as fast-ssd"),
         ("--image", site.image, re.compile(r"\S+"), "a name such as registry.example.org/tandem:1"),
     ):
-        if value is not None and not pattern.fullmatch(value):
+        # An empty class asks for a volume that is there.
+        if value and not pattern.fullmatch(value):
             raise ConfigError(f"{option} {value}: Kubernetes wants {example}")
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
+from ...common.config.groups import is_online
 from ...common.errors import DataError
 from ...common.plain import one_line
 from ...common.records import ExpertTrace, Problem
@@ -283,7 +284,7 @@ class SourceReader:
                 kept.append(draft)
             elif not draft.gold:
                 needed = "gold answer"
-                if trains_on_traces(self._config):
+                if not is_online(self._config):
                     needed += " and no response that is learned from"
                 leave_out(self._config, draft, counts, f"no {needed}", f"it has no {needed}")
             elif draft.gold in bad:
@@ -294,9 +295,9 @@ class SourceReader:
         return kept
 
     def _is_judged(self, content: Content, gold: str) -> bool:
-        """Whether a run that trains on stored responses takes a row's as right or wrong without grading:
-        the data say so, or have no gold answer."""
-        if not self._grades or not trains_on_traces(self._config) or content.target is None:
+        """Whether an offline run takes a row's response as right or wrong without grading: the data say so, or have
+        no gold answer. It does so with ``data.archive`` as well, which may be of a run on these very rows."""
+        if not self._grades or is_online(self._config) or content.target is None:
             return False
         return content.rejected is not None or content.label is not None or not gold
 

@@ -249,7 +249,7 @@ def _checked(
 
     try:
         known = {key: given[key] for key in reads(kind) if key in given and key != "name"}
-        valid = TypeAdapter(kind).validate_python(known | chosen)
+        valid = TypeAdapter(kind).validate_python({**known, **chosen})
     except ValidationError as error:
         problem = error.errors()[0]
         at = "".join(f".{key}={chosen.get(str(key))!r}" for key in problem["loc"][:1])

@@ -288,7 +288,12 @@ def check_form_name(name: str, *, key: str) -> None:
     """
     if ":" not in name:
         named_form(name, key=key)
-    elif not import_path.has_module(name):
+        return
+    try:
+        found = import_path.has_module(name)
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"{key}={name!r}: {error}") from None
+    if not found:
         raise ConfigError(f"{key}={name!r}: there is no such module. {import_path.WAY_OUT}")
 
 

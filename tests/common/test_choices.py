@@ -202,16 +202,11 @@ def test_the_plain_gradient_of_several_updates_is_named_and_may_be_started():
     assert start(named("cispo"), FRESH, *plain, "learner.minibatches=4") is None
 
 
-def test_a_parameter_that_no_shaping_of_the_objective_reads_is_refused():
-    coefficient, exponent = (
-        f"learner.objective.shaping_{key}=2" for key in ("coefficient", "exponent")
-    )
-    read = r"read by the shaping log or plus_log, and learner\.objective has own_shaping=none and shaping=ratio"
-    assert re.search(read, start(named("luffy"), coefficient) or "")
-    assert "own_shaping=none: leave it out" in (start(named("grpo"), exponent) or "")
-    assert start(named("luffy"), coefficient, "learner.objective.shaping=log") is None
-    assert start(named("grpo"), exponent, "learner.objective.own_shaping=power") is None
-    assert start(named("luffy"), "learner.objective.shaping_exponent=0.5") is None
+def test_seeds_beyond_the_ledger_and_graders_that_cannot_start_are_refused():
+    assert "run.seed=18014398509481984 is over" in (start("run.seed=18014398509481984") or "")
+    assert start("run.seed=9007199254740992") is None
+    assert "reward.memory_mb=64" in (start("reward.memory_mb=64") or "")
+    assert start("reward.memory_mb=80") is None
 
 
 def test_a_bound_of_the_kl_needs_updates_that_it_can_leave_out():

@@ -467,6 +467,26 @@ def _kernels(config: Config) -> str | None:
     return None
 
 
+def _seed(config: Config) -> str | None:
+    seed = config.run.seed
+    if not is_online(config) or abs(seed) <= MOST_SEED:
+        return None
+    return f"run.seed={seed} is over {MOST_SEED:,}, the greatest that the ledger can hold: choose a smaller one"
+
+
+def _grader_memory(config: Config) -> str | None:
+    memory = config.reward.memory_mb
+    if memory >= LEAST_GRADER_MB:
+        return None
+    return f"reward.memory_mb={memory}: a grader needs {LEAST_GRADER_MB} MiB to start: raise it"
+
+
+MOST_SEED = 1 << 53
+"""Greatest seed: the ledger's scripts compute with doubles, which don't tell greater whole numbers apart."""
+LEAST_GRADER_MB = 80
+"""Address space with which a grader starts; at 64 MiB it dies."""
+
+
 START_RULES: tuple[Rule, ...] = (
     *LAUNCH_RULES,
     _micro_batch,
@@ -489,7 +509,7 @@ START_RULES: tuple[Rule, ...] = (
     _attention,
     _kernels,
 )
-NEW_RULES: tuple[Rule, ...] = (_system_prompt, *NEW_UPDATE_RULES)
+NEW_RULES: tuple[Rule, ...] = (_system_prompt, _seed, _grader_memory, *NEW_UPDATE_RULES)
 
 
 def why_not_started(config: Config, *, anew: bool = True) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...objectives import OwnObjective
-from ...objectives.keys import Clip, Kl, Shapes, Weighed
+from ...objectives.keys import Clip, Kl, Weighed
 from ..groups import has_groups, is_online
 from ..tree import Config
 from .deepspeed import refusal
@@ -130,28 +130,6 @@ def _max_rl(config: Config) -> str | None:
     )
 
 
-def _unread_shaping(config: Config) -> str | None:
-    """A parameter of shapings that the objective's own ones don't have."""
-    objective = config.learner.objective
-    keys = [key for key in ("own_shaping", "shaping") if hasattr(objective, key)]
-    if not isinstance(objective, Shapes) or not keys:
-        return None
-    used = {getattr(objective, key) for key in keys}
-    for key, readers in _SHAPED_BY.items():
-        given, default = getattr(objective, key), getattr(Shapes(), key)
-        if given != default and used.isdisjoint(readers):
-            has = " and ".join(f"{one}={getattr(objective, one)}" for one in keys)
-            return (
-                f"learner.objective.{key}={given:g} is read by the shaping {' or '.join(readers)}, and "
-                f"learner.objective has {has}: leave it out, or choose such a shaping"
-            )
-    return None
-
-
-_SHAPED_BY = {"shaping_exponent": ("power",), "shaping_coefficient": ("log", "plus_log")}
-"""Parameters of shapings, and the shapings that have them."""
-
-
 def _offload(config: Config) -> str | None:
     learner = config.learner
     if learner.offload == "none" or not learner.train:
@@ -201,5 +179,5 @@ UPDATE_RULES: tuple[Rule, ...] = (
     refusal,
 )
 """Rules about the learner's objective, its updates, its critic, its memory and DeepSpeed's own settings."""
-NEW_UPDATE_RULES: tuple[Rule, ...] = (_unclipped, _unread_shaping)
+NEW_UPDATE_RULES: tuple[Rule, ...] = (_unclipped,)
 """Rules of the same kind for runs that begin."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -153,7 +153,7 @@ def _default_list(parts: list[str], key: str) -> list[Any]:
 
 
 def build(
-    tree: Mapping[str, Any], overrides: Sequence[str] = (), *, stored: bool = False
+    tree: Mapping[str, Any], overrides: Iterable[str] = (), *, stored: bool = False
 ) -> Config:
     """Validates a preset's tree with overrides put over it.
 
@@ -176,23 +176,10 @@ def build(
     except ValidationError as error:
         raise ConfigError(_explain(error, _objective(merged).get("name", DEFAULT))) from None
     if not stored:
-        _refuse_undone(config, overrides)
         check_name(config.learner.objective.name)
         if refusal := why_refused(config):
             raise ConfigError(refusal)
     return config
-
-
-def _refuse_undone(config: Config, overrides: Sequence[str]) -> None:
-    """Refuses an override that ``run.deterministic=true`` would undo."""
-    if not config.run.deterministic:
-        return
-    for key, value in map(parse_override, overrides):
-        made = DETERMINISTIC.get(key, value)
-        if made != value:
-            raise ConfigError(
-                f"{key}={value} goes against run.deterministic=true, which sets it to {made}: leave one of them out"
-            )
 
 
 def unread_keys(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> list[str]:

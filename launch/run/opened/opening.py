@@ -194,9 +194,23 @@ def _refuse_choices(
     try:
         if refusal := why_not_started(config, anew=anew):
             raise ConfigError(refusal)
+        if anew and config.run.deterministic:
+            _refuse_undone(overrides)
         check_named(config)
     except ConfigError as error:
         raise ConfigError(str(error) if overrides else f"{preset.path}: {error}") from None
+
+
+def _refuse_undone(overrides: Sequence[str]) -> None:
+    """Refuses overrides that ``run.deterministic=true`` undoes."""
+    from ....common.config import DETERMINISTIC, parse_override
+
+    given = dict(map(parse_override, overrides))
+    for key, made in DETERMINISTIC.items():
+        if given.get(key, made) != made:
+            raise ConfigError(
+                f"{key}={given[key]} goes against run.deterministic=true, which sets it to {made}: leave one of them out"
+            )
 
 
 def _objective_as_begun(saved: Config, config: Config, words: Sequence[str]) -> list[str]:

@@ -39,6 +39,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             2,
             "data.evaluate.0.mode='boxd' isn't one of",
         ),
+        (
+            "start miniature --dry-run run.deterministic=true replay.max_staleness=3",
+            2,
+            "replay.max_staleness=3 goes against run.deterministic=true, which sets it to 0",
+        ),
         ("start miniature --dry-run data.train.1.form=lufy", 2, "data.train.1.form=lufy isn't"),
         ("start miniature --dry-run data.train.0.form=no.such:form", 2, "there is no such module"),
         ("start miniature --dry-run data.template=qwn", 2, "data.template=qwn is neither"),

@@ -1147,6 +1147,15 @@ def test_without_a_gold_answer_a_response_is_taken_as_right_offline_only(made: P
         prepared("data.train=[{path: d/own.jsonl, limit: 1}]", "data.bad_rows=refuse")
 
 
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_an_archive_of_responses_without_gold_answers_is_trained_on_with_the_same_data(
+    made: Path, objective: str
+) -> None:
+    own_rows(made, PAIR if objective == "dpo" else {"prompt": "1+2=?<think>", "response": "3"})
+    again = offline(objective, "data.archive=archive", "rollout.group_size=2")
+    assert again.counts["own"].problems == offline(objective).counts["own"].problems == 1
+
+
 def said(*roles: str) -> dict[str, Any]:
     """A conversation of one sum a message, which ends with an answer."""
     return {"messages": [{"role": role, "content": "1+2=?<think>"} for role in roles]}
