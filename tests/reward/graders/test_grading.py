@@ -349,7 +349,7 @@ def test_the_canary_refuses_a_grader_that_is_wrong(grader: Grader, broken: Known
 
 def test_graders_that_cannot_start_are_told_of(make: Any) -> None:
     # An address space too small for the fork's first allocation.
-    with Grader(RewardConfig.model_construct(memory_mb=1, graders=1)) as grader:
+    with Grader(RewardConfig(memory_mb=1, graders=1)) as grader:
         with pytest.raises(TandemError, match=r"reward\.memory_mb=1"):
             grader.canary()
 
