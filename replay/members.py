@@ -15,7 +15,7 @@ from ..common.errors import StoreError
 from ..common.plain import Record, read_record
 from ..common.weights.protocol import Membership
 from .answers import text
-from .connection import DEADLINE, Store
+from .connection import Store
 from .ledger_records import WAY_OUT
 from .store import RunStore
 
@@ -79,10 +79,11 @@ class Members:
                 self._own[member][1].update(updates)
         self._beat(member)
 
-    def leave(self, member: str, *, deadline: float = DEADLINE) -> None:
+    def leave(self, member: str, *, deadline: float | None = None) -> None:
         with self._lock:
             self._own.pop(member, None)
-        self.store.script("leave", member, deadline=deadline)
+        limits = {} if deadline is None else {"deadline": deadline}
+        self.store.script("leave", member, **limits)
 
     def live(self, role: str | None = None, within: float = 10.0) -> list[Member]:
         """Members (of a role) that were heard of within the last ``within`` seconds, sorted by member id."""
