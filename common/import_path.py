@@ -84,6 +84,20 @@ def has_module(path: str) -> bool:
     return here is not None or importlib.util.find_spec(top) is not None
 
 
+def require_module(path: str, key: str) -> None:
+    """Refuses an import path, the value of a setting, whose module isn't there; imports nothing.
+
+    Raises:
+        ConfigError: there is no such module, or it is no import path.
+    """
+    try:
+        found = has_module(path)
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"{key}={path!r}: {error}") from None
+    if not found:
+        raise ConfigError(f"{key}={path!r}: there is no such module. {WAY_OUT}")
+
+
 def is_installed(package: str) -> bool:
     """Whether a package is there; a plain folder of its name in the working folder, such as W&B's, isn't one."""
     spec = importlib.util.find_spec(package)

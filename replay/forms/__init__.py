@@ -45,9 +45,9 @@ __all__ = [
     "Message",
     "RowError",
     "check_form",
-    "check_form_name",
     "data_files",
     "form_of",
+    "named_form",
     "read_rows",
 ]
 
@@ -274,27 +274,6 @@ def named_form(name: str, *, key: str = "form") -> Form:
         f"{key}={name} isn't known: use {', '.join(form.name for form in FORMS)}, or "
         f"package.module:function"
     )
-
-
-def check_form_name(name: str, *, key: str) -> None:
-    """Refuses a form that nothing has, without importing what a user's function is in.
-
-    Args:
-        name: a form's name, or an import path.
-        key: the setting that names it, for the message.
-
-    Raises:
-        ConfigError: there is no such form or module.
-    """
-    if ":" not in name:
-        named_form(name, key=key)
-        return
-    try:
-        found = import_path.has_module(name)
-    except (ConfigError, ValueError) as error:
-        raise ConfigError(f"{key}={name!r}: {error}") from None
-    if not found:
-        raise ConfigError(f"{key}={name!r}: there is no such module. {import_path.WAY_OUT}")
 
 
 def _imported(name: str) -> Callable[[Mapping[str, Any]], Any]:

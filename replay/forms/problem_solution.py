@@ -72,9 +72,8 @@ def read(row: Mapping[str, Any]) -> Content:
 
 def _solution(row: Mapping[str, Any]) -> str:
     column = first_filled(row, SOLUTIONS)
-    found = row[column] if column is not None else None
-    if column is not None and isinstance(found, list):
-        row = {column: found[0] if found else None}
+    if column is not None and isinstance(row[column], list):
+        row = {column: next(iter(row[column]), None)}
         column = first_filled(row, (column,))
     return text(row, column) if column is not None else ""
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from ....common import templates
 from ....common.config import Config, DataConfig
 from ....common.errors import ConfigError
-from ....common.import_path import WAY_OUT, has_module, is_import_path
+from ....common.import_path import is_import_path, require_module
 from ....learner.loop import own_schedule
 from ....learner.loop.schedule import CRITIC_KEY, warmup_of
 from ....reward.components.scoring import Scorer
@@ -30,8 +30,7 @@ def check_named(config: Config) -> None:
     if config.replay.redis_url is not None:
         existing_redis.joining(config.replay, "", None)
     for key, path in _own(config):
-        if not has_module(path):
-            raise ConfigError(f"{key}={path!r}: there is no such module. {WAY_OUT}")
+        require_module(path, key)
     _check_functions(config)
     if config.run.callbacks:
         _check_callbacks(config.run.callbacks, config.run.callback_memory_mb)
@@ -60,10 +59,13 @@ def _check_data(data: DataConfig) -> None:
     named = {key: form for key, form in forms.items() if form is not None}
     if named:
         # Readers of files are loaded with the forms.
-        from ....replay.forms import check_form_name
+        from ....replay.forms import named_form
 
         for key, form in named.items():
-            check_form_name(form, key=key)
+            if ":" in form:
+                require_module(form, key)
+            else:
+                named_form(form, key=key)
 
 
 def _check_functions(config: Config) -> None:
