@@ -22,7 +22,7 @@ from tandem.replay.access import rule
 
 ROOT = Path(__file__).resolve().parents[2]
 USER = "tandem"
-NO_COMMANDS = {"close", "execute", "execute_command", "glob", "pipeline", "pubsub"}
+NO_COMMANDS = {"close", "execute", "execute_command", "glob", "is_dir", "pipeline", "pubsub"}
 """Methods of clients, pipelines and a folder ``redis`` that send no command of their name."""
 
 
