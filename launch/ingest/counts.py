@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from ...replay.forms import LeftOut
 
+LONGEST_GOLD = 40
+"""Words of the longest gold answer that isn't told of."""
+
 
 @dataclass(slots=True, kw_only=True)
 class SourceCounts:
@@ -51,6 +54,8 @@ class SourceCounts:
     """Rows that became problems and whose prompts don't show the tools that the rows have."""
     lacking: list[str] = field(default_factory=list)
     """What a reward that grades an archive anew asks for and some of its groups lack."""
+    long_golds: int = 0
+    """Rows whose gold answer has over :data:`LONGEST_GOLD` words: likely a whole solution, which no answer equals."""
     unfit_logprobs: int = 0
     """Traces whose recorded log-probs were left out, since they aren't one for each token."""
 
@@ -108,7 +113,12 @@ class SourceCounts:
             parts.append(f"{self.traces:,} expert traces{ungraded}")
         listed = [f"{count:,} {what}" for count, what in self.left_out() if count]
         left_out = [f"left out: {', '.join(listed)}"] if listed else []
-        return "; ".join([", ".join(parts), *left_out, *self.lacking])
+        told = list(self.lacking)
+        if self.long_golds:
+            told.append(
+                f"{self.long_golds:,} gold answers have over {LONGEST_GOLD} words (whole solutions? Then no answer equals them)"
+            )
+        return "; ".join([", ".join(parts), *left_out, *told])
 
 
 def drawn(problem_ids: Sequence[str], count: int, seed: int) -> set[str]:

@@ -33,7 +33,7 @@ from .accepting import trains_on_traces
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
 from .chunk import Chunk, first_of
 from .columns import broken, check_template, extra_of, task_of, with_tests
-from .counts import SourceCounts, drawn
+from .counts import LONGEST_GOLD, SourceCounts, drawn
 from .drafts import Draft, leave_out
 from .repeats import joined
 from .traces import TraceReader, needs_traces
@@ -291,6 +291,7 @@ class SourceReader:
                 what = f"the gold answer {draft.gold[:60]!r} can't be parsed"
                 leave_out(self._config, draft, counts, "gold answers unreadable", what)
             else:
+                counts.long_golds += len(draft.gold.split()) > LONGEST_GOLD
                 kept.append(draft)
         return kept
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.errors import ConfigError
 from ..wording import human
 from . import memory
+from .advice import MOST, ways_out
 from .hardware import GpuName, Machine
 from .memory import Holding
 from .node import Node
@@ -321,11 +322,15 @@ def _problems(
     for one in planned:
         for gpu in one.gpus:
             totals[gpu] = totals.get(gpu, 0) + (one.holding.total if one.holding else 0)
+    alike: dict[str, list[str]] = {}
     for gpu, total in totals.items():
         if total > node.memory:
             names = [one.name for one in planned if gpu in one.gpus]
-            ways = ", ".join([*_room_on(config, names, device), "or take larger GPUs"])
-            yield f"GPU {gpu} would hold {human(total)} of {human(node.memory)}: {ways}"
+            ways = ", ".join([*_room_on(config, names, device, node.memory), "or larger GPUs"])
+            told = f"would hold {human(total)} of {human(node.memory)}; what helps: {ways}"
+            alike.setdefault(told, []).append(str(gpu))
+    for told, gpus in alike.items():
+        yield f"GPU{'s' * (len(gpus) > 1)} {', '.join(gpus)} {told}"
 
 
 def _cache_setting(config: Config, device: str) -> str:
@@ -336,19 +341,11 @@ def _cache_setting(config: Config, device: str) -> str:
     return "rollout.vllm." + ("gpu_memory_utilization" if set_to is None else "kv_cache_mb")
 
 
-def _room_on(config: Config, names: Sequence[str], device: str) -> Iterable[str]:
-    """What makes room on a GPU for the processes that are on it."""
-    learner = any(name.startswith("learner") for name in names)
-    engine = any(name.startswith("rollout") for name in names)
-    lowered = ["learner.micro_batch_tokens"] * learner + [_cache_setting(config, device)] * engine
-    yield f"lower {' or '.join(lowered)}"
-    if learner and not config.learner.gradient_checkpointing:
-        yield "set learner.gradient_checkpointing=true"
-    if learner:
-        yield f"raise {'learner.zero_stage or ' * (config.learner.ranks > 1)}learner.ranks"
-        if config.learner.offload == "none":
-            yield "set learner.offload=optimizer with a learner.zero_stage of 1 or more"
-        if config.learner.lora is None:
-            yield "set learner.lora={}"
-    elif memory.uses_vllm(config, device):
-        yield "raise rollout.gpus_per_worker"
+def _room_on(config: Config, names: Sequence[str], device: str, size: int) -> Iterable[str]:
+    """Settings that make most room on a GPU for the processes that are on it, with what each frees."""
+    freed: dict[str, int] = {}
+    for role in ("learner", "rollout"):
+        if any(name.startswith(role) for name in names):
+            freed = {**dict(ways_out(config, role, device, size)), **freed}
+    for setting, some in sorted(freed.items(), key=lambda one: -one[1])[:MOST]:
+        yield f"{setting} (frees {human(some)})"

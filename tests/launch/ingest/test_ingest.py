@@ -439,6 +439,16 @@ def test_bad_golds_can_be_dropped(made: Path) -> None:
     assert "fresh/4" not in {problem.problem_id for problem in found.problems}
 
 
+def test_golds_that_are_whole_solutions_are_told(made: Path) -> None:
+    solution = "He has " + "one more apple, and " * 12 + "so 13 in all."
+    change(
+        made / "fresh.parquet", lambda rows: rows[4]["reward_model"].update(ground_truth=solution)
+    )
+    found = prepared()
+    assert "1 gold answers have over 40 words" in str(found.counts["fresh"])
+    assert "gold answers" not in str(found.counts["expert"])
+
+
 def test_a_gold_that_is_nan_is_none(
     made: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
