@@ -174,12 +174,19 @@ def test_what_makes_room_on_a_gpu_is_named_by_who_is_on_it() -> None:
     torch = ("rollout.engine=torch", "rollout.groups_per_batch=64")
     apart = [one.partition("; ")[2] for one in problems("qwen2.5-math-1.5b-grpo-2gpu", *torch)]
     learner, engine = (re.findall(r"([a-z_.]+=\S+) \(frees", one) for one in apart)
-    assert {"learner.gradient_checkpointing=true", "learner.lora={}", "learner.offload=optimizer"} < {*learner}
+    assert {
+        "learner.gradient_checkpointing=true",
+        "learner.lora={}",
+        "learner.offload=optimizer",
+    } < {*learner}
     assert engine == ["rollout.groups_per_batch=32", "rollout.max_new_tokens=1536"]
     shared = problems("qwen2.5-0.5b-grpo-1gpu", *torch)
     assert "learner.lora={} (frees" in shared[0]
     alike = problems("qwen2.5-math-7b-luffy-8gpu")
-    assert [one.partition(" would")[0] for one in alike[-2:]] == ["GPUs 0, 1, 2, 3, 4, 5", "GPUs 6, 7"]
+    assert [one.partition(" would")[0] for one in alike[-2:]] == [
+        "GPUs 0, 1, 2, 3, 4, 5",
+        "GPUs 6, 7",
+    ]
 
 
 def test_engine_and_learner_share_the_one_gpu() -> None:
