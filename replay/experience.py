@@ -74,12 +74,12 @@ def success_of(group: Group) -> tuple[int, int, Sample | None]:
     """Right samples, samples with a verdict, and the right one of least perplexity whose every token's log-prob is known."""
     graded = [sample for sample in group.samples if sample.has_verdict]
     right = [sample for sample in graded if sample.verdict is Verdict.CORRECT]
-    whole = [
+    ended = [
         sample
         for sample in right
         if sample.finish_reason is FinishReason.STOP and len(sample.tokens) and sample.is_own
     ]
-    best = min(whole, key=lambda sample: -float(np.mean(sample.logprobs)), default=None)
+    best = min(ended, key=lambda sample: -float(np.mean(sample.logprobs)), default=None)
     return len(right), len(graded), best
 
 

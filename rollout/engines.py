@@ -216,9 +216,9 @@ def ranks(rollout: RolloutConfig, *, gpus: bool) -> dict[str, int]:
     across = max(1, rollout.gpus_per_worker // pipeline) if gpus else 1
     tensor = int(given.get("tensor_parallel_size", across))
     if gpus and tensor * pipeline != rollout.gpus_per_worker:
-        asked = ", ".join(f"{name}: {value}" for name, value in given.items())
+        arguments = ", ".join(f"{name}: {value}" for name, value in given.items())
         raise ConfigError(
-            f"rollout.vllm.args={{{asked}}} makes {tensor * pipeline} ranks, and rollout.gpus_per_worker is "
+            f"rollout.vllm.args={{{arguments}}} makes {tensor * pipeline} ranks, and rollout.gpus_per_worker is "
             f"{rollout.gpus_per_worker}: set it to {tensor * pipeline}, or leave {' and '.join(given)} out"
         )
     return dict(zip(VLLM_RANKS, (tensor, pipeline), strict=True))

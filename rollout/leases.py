@@ -168,8 +168,8 @@ class Leases:
             self._problems.move_to_end(name)
         expert, seed = self._config.expert, self._config.run.seed
         if replays_own(self._config):
-            asked = {lease.group_id: lease.problem_id for lease in leases}
-            chosen = Experience(self._runs).chosen(asked, seed) if asked else {}
+            problem_ids = {lease.group_id: lease.problem_id for lease in leases}
+            chosen = Experience(self._runs).chosen(problem_ids, seed) if problem_ids else {}
         else:
             chosen = {
                 lease.group_id: choose_traces(

@@ -49,13 +49,13 @@ def task(job: Job, site: Site) -> dict[str, str]:
         raise ConfigError("--nodes and --workers-per-node are numbers from 1")
     demands, config = job.demands, job.config
     ports = port_range(config)
-    asked = [demands.head, demands.learner]
+    fixed = [demands.head, demands.learner]
     each = demands.rollout.gpus
-    needed = max([each * (site.workers or 1), *(one.gpus for one in asked)])
+    needed = max([each * (site.workers or 1), *(one.gpus for one in fixed)])
     gpus = next((count for count in COUNTS if count >= needed), needed) if needed else 0
     workers = site.workers or (gpus // each if each else 1)
-    cpus = max([demands.rollout.cpus * workers, *(one.cpus for one in asked)])
-    sizes = [demands.rollout.gibibytes, *(one.gibibytes for one in asked)]
+    cpus = max([demands.rollout.cpus * workers, *(one.cpus for one in fixed)])
+    sizes = [demands.rollout.gibibytes, *(one.gibibytes for one in fixed)]
     known = [size for size in sizes if size is not None]
     memory = max(known[0] * workers, *known[1:]) if len(known) == len(sizes) else None
     here = "." if site.out is None else str(site.out)

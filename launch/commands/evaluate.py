@@ -486,5 +486,5 @@ def _held_out(
     # What the command line says stands above the set's own.
     given = {key: (getattr(arguments, key) or (None,))[0] for key in (*_SAMPLING, "template")}
     given |= {"limit": arguments.limit, "samples": arguments.samples}
-    told = {key: value for key, value in given.items() if value is not None}
-    return [one.model_copy(update=told) for one in (sets if arguments.set else sets[:1])]
+    changes = {key: value for key, value in given.items() if value is not None}
+    return [one.model_copy(update=changes) for one in (sets if arguments.set else sets[:1])]

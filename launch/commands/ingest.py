@@ -297,12 +297,12 @@ def _question(content: Content) -> bytes:
     """Digest of what a row asks; without a prompt, of the task that its environment shows."""
     import hashlib
 
-    said = [m.content for m in content.prompt if m.role == "user"]
-    said += [one["content"] for one in content.turns if one["role"] == "user"]
-    asked = "\0".join(text.strip() for text in said)
+    contents = [m.content for m in content.prompt if m.role == "user"]
+    contents += [one["content"] for one in content.turns if one["role"] == "user"]
+    question = "\0".join(text.strip() for text in contents)
     if not content.prompt:
-        asked = json.dumps(content.extra.get("task"), sort_keys=True)
-    return hashlib.blake2b(asked.encode(), digest_size=16).digest()
+        question = json.dumps(content.extra.get("task"), sort_keys=True)
+    return hashlib.blake2b(question.encode(), digest_size=16).digest()
 
 
 def _questions(name: str, form: str | None) -> frozenset[bytes]:

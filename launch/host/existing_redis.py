@@ -170,13 +170,13 @@ def _persistence(where: str, info: dict[str, Any], sync: str | None, durability:
         )
     if durability == "server":
         return f"{where} has appendfsync {sync}: its last second may be lost when it is killed, and {loss}"
-    asked = (
+    policy = (
         f"has appendfsync {sync}"
         if sync
         else "doesn't let this user ask for appendfsync (CONFIG GET)"
     )
     raise StoreError(
-        f"{where} {asked}, and replay.durability={durability} wants every acknowledged write kept: set {wanted} "
+        f"{where} {policy}, and replay.durability={durability} wants every acknowledged write kept: set {wanted} "
         f"there{'' if sync else ' and permit +config|get'}, or take it as it is with replay.durability=server"
     )
 

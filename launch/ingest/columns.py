@@ -91,22 +91,22 @@ def task_of(
         raise RowError(
             column, named, f"has a row of over {DEEPEST} levels", "store deep values as JSON text"
         )
-    whole = plain(given)
-    asked = [{"role": m.role, "content": m.content} for m in row.content.prompt]
-    if asked and (
-        not isinstance(whole.get("prompt"), list)
+    task = plain(given)
+    messages = [{"role": m.role, "content": m.content} for m in row.content.prompt]
+    if messages and (
+        not isinstance(task.get("prompt"), list)
         or data.remove_system
         or data.system_prompt is not None
     ):
-        whole["prompt"] = prompts.conversation(asked, data)
-    if len(json.dumps(whole)) > MAX_TASK:
+        task["prompt"] = prompts.conversation(messages, data)
+    if len(json.dumps(task)) > MAX_TASK:
         raise RowError(
             column,
             named,
             f"has a row of over {MAX_TASK:,} characters",
             "name a file in the row instead",
         )
-    return {"name": name, "row": whole}
+    return {"name": name, "row": task}
 
 
 def with_tests(row: DataRow, grader: Grader) -> DataRow:
@@ -145,8 +145,8 @@ def extra_of(
     # Long tests stand last, as they did in 0.2.0: the digest of the data depends on the order.
     extra |= {name: of for name, of in content.extra.items() if grader.has_tests({name: of})}
     if grader.wants_messages or messages:
-        asked = [{"role": m.role, "content": m.content} for m in content.prompt]
-        extra[PROMPT_MESSAGES] = prompts.conversation(asked, data) if asked else []
+        prompt = [{"role": m.role, "content": m.content} for m in content.prompt]
+        extra[PROMPT_MESSAGES] = prompts.conversation(prompt, data) if prompt else []
     if task is not None:
         extra[ENVIRONMENT] = task
     return extra

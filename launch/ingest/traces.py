@@ -165,8 +165,8 @@ class TraceReader:
             else:
                 more.append((draft, logprobs))
         # The data have them of the whole response, and a trace may lack its opener.
-        whole = [draft.row.content.target or "" for draft, _ in more]
-        encoded = prompts.encode_responses(self._tokenizer, whole)
+        responses = [draft.row.content.target or "" for draft, _ in more]
+        encoded = prompts.encode_responses(self._tokenizer, responses)
         for (draft, logprobs), tokens in zip(more, encoded, strict=True):
             assert draft.trace is not None
             length = len(draft.trace.tokens)

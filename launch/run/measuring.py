@@ -59,8 +59,8 @@ def measure(config: Config) -> dict[str, Any]:
             f"learner.micro_batch_tokens, or measure on a GPU"
         ) from None
     if done.returncode == -signal.SIGKILL and kills() > before:
-        asked = "so much that the kernel has killed it"
-        raise OutOfMemoryError(asked, {}, WHO, advice(config, "learner"))
+        amount = "so much that the kernel has killed it"
+        raise OutOfMemoryError(amount, {}, WHO, advice(config, "learner"))
     try:
         answer = json.loads(done.stdout)
     except ValueError:

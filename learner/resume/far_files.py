@@ -79,16 +79,16 @@ class CheckpointFiles:
         if checkpoints is not None:
             for path in checkpoints.glob(f"{PREFIX}*"):
                 path.unlink(missing_ok=True)
-        told = [line.split("|", 2) for (line,) in everyone]
+        ranks = [line.split("|", 2) for (line,) in everyone]
         # Ranks are numbered host by host, and on each host from 0.
         hosts: list[int] = []
-        for local, _, _ in told:
+        for local, _, _ in ranks:
             hosts.append((hosts[-1] if hosts else -1) + (local == "0" or not hosts))
-        lacking = [rank for rank, (_, yes, _) in enumerate(told) if not yes]
+        lacking = [rank for rank, (_, yes, _) in enumerate(ranks) if not yes]
         if setting == "gathered":
             lacking = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
         if setting == "shared" and lacking:
-            names = ", ".join(f"rank {rank} on {told[rank][2]}" for rank in lacking)
+            names = ", ".join(f"rank {rank} on {ranks[rank][2]}" for rank in lacking)
             raise ConfigError(
                 f"learner.checkpoints=shared, and {names} can't read and write the run's checkpoints folder under "
                 f"the head's path: mount it there, or set learner.checkpoints=gathered"

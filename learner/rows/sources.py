@@ -327,9 +327,9 @@ class OfflineSource(StoredSource):
                 "learner.source=offline: the data has no expert trace: name a source with a target column"
             )
         self._drawn: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
-        whole = (config.run.passes or 0) * len(self._ids)
-        self._last = whole if config.run.passes else None
-        self.total_steps = config.run.steps or math.ceil(whole / self._size)
+        groups = (config.run.passes or 0) * len(self._ids)
+        self._last = groups if config.run.passes else None
+        self.total_steps = config.run.steps or math.ceil(groups / self._size)
 
     def _accepted(self) -> dict[str, tuple[str, ...]]:
         """Trace ids of each problem."""

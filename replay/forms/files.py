@@ -177,9 +177,9 @@ def _alone(file: IO[bytes]) -> Raw | None:
         start = file.readline(MAX_ROW_CHARACTERS)
     if start.rstrip().endswith(b"}"):
         return None  # One object a line, or a broken line of such a file.
-    whole = (start + file.read(MAX_ROW_CHARACTERS)).removeprefix(codecs.BOM_UTF8)
+    content = (start + file.read(MAX_ROW_CHARACTERS)).removeprefix(codecs.BOM_UTF8)
     try:
-        text = whole.decode("utf-8", "surrogateescape")
+        text = content.decode("utf-8", "surrogateescape")
         return _checked(json.loads(text), text)
     except (ValueError, RecursionError):
         return None

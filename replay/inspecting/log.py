@@ -109,7 +109,7 @@ def _write(log: zipfile.ZipFile, head: LogHead, samples: Iterable[LogSample]) ->
         totals.add(scores, sample.tokens)
         key = {"id": name, "epoch": epoch}
         usage = {head.model: _usage(sample.tokens)}
-        whole = {
+        content = {
             **key,
             "input": sample.input,
             "target": sample.target,
@@ -119,7 +119,7 @@ def _write(log: zipfile.ZipFile, head: LogHead, samples: Iterable[LogSample]) ->
             "metadata": sample.metadata,
             "model_usage": usage,
         }
-        log.writestr(zipfile.ZipInfo(f"samples/{name}_epoch_{epoch}.json"), _json(whole), **_WAY)
+        log.writestr(zipfile.ZipInfo(f"samples/{name}_epoch_{epoch}.json"), _json(content), **_WAY)
         summaries.append(
             {
                 **key,

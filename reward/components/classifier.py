@@ -57,11 +57,11 @@ class Classifier:
         """A text, or a conversation that ends with the response."""
         response = clean(response_of(sample, self.thoughts))
         if self.template is None:
-            asked = [
+            prompt = [
                 {"role": message["role"], "content": clean(message["content"])}
                 for message in sample.messages
             ]
-            return [*asked, {"role": "assistant", "content": response}]
+            return [*prompt, {"role": "assistant", "content": response}]
         values = {"problem": problem_of(sample), "response": response, "gold": sample.gold}
         return clean(fill(self.template, values))
 

@@ -137,8 +137,8 @@ def _content(part: Part, text: Text, top: int) -> list[dict[str, Any]]:
     for place, (token, logprob) in enumerate(pairs, len(part.prompt)):
         one = _told(text(token), logprob)
         others = _likeliest(part, place, text, top)
-        told = [one][:top] if others is None else [_told(*other) for other in others]
-        found.append({**one, "top_logprobs": told})
+        likeliest = [one][:top] if others is None else [_told(*other) for other in others]
+        found.append({**one, "top_logprobs": likeliest})
     return found
 
 

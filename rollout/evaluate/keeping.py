@@ -79,8 +79,8 @@ def kept(
 
 def _question(problem: Problem) -> str | None:
     messages = problem.extra.get(PROMPT_MESSAGES, ())
-    asked = [one["content"] for one in messages if one["role"] != "system"]
-    return asked[0] if len(asked) == 1 and asked[0] != problem.prompt_text else None
+    contents = [one["content"] for one in messages if one["role"] != "system"]
+    return contents[0] if len(contents) == 1 and contents[0] != problem.prompt_text else None
 
 
 def _column(problem: Problem, names: Sequence[str]) -> str | None:

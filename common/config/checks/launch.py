@@ -49,7 +49,7 @@ def _engine_gpus(config: Config) -> str | None:
 def _coldest(config: Config) -> str | None:
     if not may_be_vllm(config.rollout.engine):
         return None
-    asked = {
+    temperatures = {
         "evaluate.temperature": config.evaluate.temperature,
         **{
             f"data.evaluate {one.name}: temperature": one.temperature
@@ -57,8 +57,8 @@ def _coldest(config: Config) -> str | None:
         },
     }
     if config.learner.source == "ledger":
-        asked["rollout.temperature"] = config.rollout.temperature
-    for key, value in asked.items():
+        temperatures["rollout.temperature"] = config.rollout.temperature
+    for key, value in temperatures.items():
         if value is None or (why := beyond_vllm(key, value)) is None:
             continue
         greedy = "" if key == "rollout.temperature" else ", to 0 for the likeliest tokens"

@@ -19,13 +19,13 @@ def _no_ratio(config: Config) -> str | None:
     objective, updates = learner.objective, learner.minibatches * learner.update_epochs
     if updates == 1 or objective.has_ratio:
         return None
-    asked = [key for key in ("minibatches", "update_epochs") if getattr(learner, key) > 1]
-    given = " and ".join(f"learner.{key}={getattr(learner, key)}" for key in asked)
-    makes = "makes" if len(asked) == 1 else "make"
+    raised = [key for key in ("minibatches", "update_epochs") if getattr(learner, key) > 1]
+    given = " and ".join(f"learner.{key}={getattr(learner, key)}" for key in raised)
+    makes = "makes" if len(raised) == 1 else "make"
     return (
         f"{given} {makes} {updates} updates of a step, and learner.objective.name={objective.name} "
         f"has no ratio for tokens that the weights before the first of them sampled: set "
-        f"{' and '.join(f'learner.{key}=1' for key in asked)}, choose an objective with a clip, such as "
+        f"{' and '.join(f'learner.{key}=1' for key in raised)}, choose an objective with a clip, such as "
         f"grpo, or for the plain gradient of all updates cispo with learner.objective.clip_low=1e-6 and "
         f"clip_high=1e-6, which leave every token the weight 1"
     )

@@ -147,8 +147,8 @@ def _default_list(parts: list[str], key: str) -> list[Any]:
         for entry in info.get_default(call_default_factory=True) or ()
     ]
     if not entries:
-        whole = ".".join(parts)
-        raise ConfigError(f"{key}: {whole} has no entries: set all of it, {whole}=[…]")
+        name = ".".join(parts)
+        raise ConfigError(f"{key}: {name} has no entries: set all of it, {name}=[…]")
     return entries
 
 

@@ -119,8 +119,8 @@ def reward_digest(config: Config) -> str:
     Settings at their defaults are left out, since later versions have more of them.
     """
     tree = config.model_dump(mode="json", include={"reward"}, exclude_defaults=True)
-    told = {key: value for key, value in leaves(tree).items() if not _may_change(key)}
-    return xxhash.xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())
+    frozen = {key: value for key, value in leaves(tree).items() if not _may_change(key)}
+    return xxhash.xxh3_64_hexdigest(json.dumps(frozen, sort_keys=True).encode())
 
 
 def _may_change(key: str) -> bool:

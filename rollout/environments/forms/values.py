@@ -117,9 +117,9 @@ def _bounded_content(content: Any, tokens: int) -> Any:
     if not all(isinstance(text, str) for text in texts):
         # The endpoint refuses it.
         return content
-    whole = "".join(map(str, texts))
-    cut = bounded(whole, tokens)
-    return content if cut == whole else cut
+    joined = "".join(map(str, texts))
+    cut = bounded(joined, tokens)
+    return content if cut == joined else cut
 
 
 def as_text(result: Any) -> str:
