@@ -15,7 +15,7 @@ LIST = PAGE.parent.parent / "tests" / "families.py"
 
 HEAD = """# Models
 
-Which decoder-only models of transformers train and sample correctly. `.venv/bin/python docs/models.py` writes this page
+These decoder-only models of transformers train and sample correctly. `.venv/bin/python docs/models.py` writes this page
 from the list in [tests/families.py](../tests/families.py); every entry is tested with a small model of the family's config
 and random weights (`tests/learner/forward/test_families.py`, `tests/rollout/test_families.py`).
 

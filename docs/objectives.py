@@ -34,9 +34,8 @@ EXAMPLE = PAGE.parent.parent / "tests" / "learner" / "own_objective.py"
 
 HEAD = """# Objectives
 
-What a run trains with: `learner.objective.name`. This page is made of the classes in
-[common/objectives/](../common/objectives/) by `.venv/bin/python docs/objectives.py`; a test holds the two
-together.
+`learner.objective.name` says what a run trains with. This page is made of the classes in
+[common/objectives/](../common/objectives/) by `.venv/bin/python docs/objectives.py`, and a test compares the two.
 
 Letters: π_θ the policy that is trained, μ the policy that sampled a token (log-probs as recorded),
 π_prox the weights at the step's start, π_ref a reference, π_φ an expert's policy; ρ = π_θ/μ; A the
@@ -65,7 +64,7 @@ archive's samples are as fresh as they were in that run. With other settings the
 then choose an objective with a ratio.
 
 Advantages of `group_mean` and its like compare the rows of a group, which then needs two own samples with a
-verdict; with `none` and `reinforce_pp` one is enough, so that `rollout.group_size` may be 1. The same holds of
+verdict; with `none` and `reinforce_pp` one is enough, so that `rollout.group_size` may be 1. The same holds for
 an objective of your own.
 """
 
@@ -89,10 +88,10 @@ updates read of any objective (`advantage`, `aggregation`, `truncation`, `stragg
 and KL) and, in `settings.params`, your own `learner.objective.params`. A class may derive from
 `tandem.learner.objectives.Objective` or from one of the built-in ones instead: then keys of the built-in one
 may stand in `params` (`learner.objective.params.clip_high=0.28`), and `settings` has them all.
-A class that derives from a built-in one without a hold on stale samples is refused at the start of a run in which some may
-come, as the built-in one is, unless it has a `loss` or `own_losses` of its own.
-A key that isn't given has the built-in one's default. One that is given the default of an objective of your own
-(`aggregation=constant`, say) counts as not given, unless it stands in `params` too.
+A class that derives from a *fresh* objective is refused at the start of a run that may get stale samples, as that objective
+is, unless it has a `loss` or `own_losses` of its own.
+A key that isn't given has the built-in one's default. So has a key outside of `params` that is set to what it is in an objective of
+your own by default (such as `aggregation=constant`): name it in `params` too, if you mean it.
 
 A function adds the KL penalty and the entropy bonus to its loss itself, from `rows.reference` and `rows.entropy`, by the
 coefficients in `scalars`. With `kl_coefficient` its `columns` must have `reference`, or a new run is refused.

@@ -17,7 +17,7 @@ PAGE = Path(__file__).with_name("presets.md")
 
 HEAD = """# Presets
 
-The presets that are shipped, as `tandem presets` lists them. `.venv/bin/python docs/presets.py` writes this page from the
+These presets are shipped; `tandem presets` lists them too. `.venv/bin/python docs/presets.py` writes this page from the
 files in [launch/configs/](../launch/configs/), to which the names link.
 
 A preset with a source has the settings that its source has published; the comment at the top of its file says what differs. A test

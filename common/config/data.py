@@ -25,10 +25,10 @@ class PairsConfig(Section):
     seed: NonNegative = 0
     """Decides between pairs that the rule likes equally."""
     per_problem: Positive | None = None
-    """Greatest number of pairs of a problem, the first by the rule, then by the seed; None = all."""
+    """Greatest number of pairs of a problem, the first by the rule, then by the seed; null = all."""
     max_length_gap: NonNegative | None = None
     """Greatest difference of a pair's lengths in tokens; 0 = only pairs that their lengths can't tell apart,
-    None = any."""
+    null = any."""
 
 
 class SourceConfig(Section):
@@ -37,27 +37,27 @@ class SourceConfig(Section):
     path: str
     """Relative to the working directory; ``{run}`` stands for the run's folder."""
     name: str | None = None
-    """Short name for metrics and ids; None = the file's stem."""
+    """Short name for metrics and ids; null = the file's stem."""
     form: str | None = None
-    """Form of its rows, by name or as ``package.module:function``; None = found by the columns."""
+    """Form of its rows, by name or as ``package.module:function``; null = found by the columns."""
     turns: Literal["last", "all"] = "last"
     """Answers of a conversation that are learned from: the ``last`` one, whose prompt is all that stands before it, or
     ``all``, whose prompt is what stands before the first one; users, tools and the chat template are then masked."""
     weight: Positive = 1
     """Problems that are taken from this source for each ``weight`` of the others."""
     limit: Positive | None = None
-    """Use only this many problems; None = all."""
+    """Use only this many problems; null = all."""
     seed: NonNegative | None = None
-    """Draws the ``limit`` problems at random, so that fewer of the same seed are a part of more; None =
+    """Draws the ``limit`` problems at random, so that fewer of the same seed are a part of more; null =
     the first ones."""
     correct_only: bool = False
     """Leave out rows whose response isn't correct, or that have none."""
     max_target_tokens: Positive | None = None
-    """Leave out rows whose response has more tokens; None = any number."""
+    """Leave out rows whose response has more tokens; null = any number."""
     regrade: bool = False
     """Grade an archive's samples anew by this run's reward; else they keep their verdicts and rewards."""
     pairs: PairsConfig | None = None
-    """How pairs are made of an archive's samples for objectives that learn from worse responses; None =
+    """How pairs are made of an archive's samples for objectives that learn from worse responses; null =
     ``nearest_length``."""
 
     @property
@@ -76,19 +76,19 @@ class EvalSetConfig(Section):
     form: str | None = None
     """As for a source."""
     limit: Positive | None = None
-    """Use only this many problems, the first ones; None = all."""
+    """Use only this many problems, the first ones; null = all."""
     rows: Positive | None = None
-    """Number of rows without which it isn't the set that was meant; None = any number."""
+    """Number of rows without which it isn't the set that was meant; null = any number."""
     revision: str | None = None
-    """Branch, tag or commit of a set of the hub; None = the newest."""
+    """Branch, tag or commit of a set of the hub; null = the newest."""
     repeated: bool | None = None
     """Whether rows with the same prompt and gold answer are samples of one problem, as in LUFFY's files: it
-    then gets so many times the samples. None = for each source in which every prompt is there equally often,
+    then gets so many times the samples. null = for each source in which every prompt is there equally often,
     and more than once."""
     subject: str | None = None
-    """Column that says what a problem is about; None = ``subject``, ``category`` or ``type``."""
+    """Column that says what a problem is about; null = ``subject``, ``category`` or ``type``."""
     level: str | None = None
-    """Column that says how hard it is; None = ``level`` or ``difficulty``."""
+    """Column that says how hard it is; null = ``level`` or ``difficulty``."""
     template: str | None = None
     """``data.template`` for this set, whose stop strings then count too."""
     stop: tuple[str, ...] | None = None
@@ -144,10 +144,10 @@ class DataConfig(Section):
     prefill: str = ""
     """What the response begins with, as in ``<think>``; the end of the prompt."""
     stop: tuple[str, ...] | None = None
-    """Strings that end a response, and stay at its end; None = those of the template."""
+    """Strings that end a response, and stay at its end; null = those of the template."""
     pack_tokens: Positive | None = None
     """Length of the blocks to which the documents of all sources (prompt and response) are joined and cut;
-    None = they stay apart. For ``sft`` on stored responses alone, which then learns from all tokens."""
+    null = they stay apart. For ``sft`` on stored responses alone, which then learns from all tokens."""
     max_prompt_tokens: Positive = 1024
     """Greatest length of a prompt in tokens; ``overlong`` says what happens to longer ones."""
     overlong: Literal["drop", "refuse"] = "drop"

@@ -117,7 +117,7 @@ class AppWorldEnvironment(_Environment):
     command: str
     """Command that starts a server; ``{port}`` is replaced."""
     root: str | None = None
-    """Folder with AppWorld's ``data``; None = the working directory."""
+    """Folder with AppWorld's ``data``; null = the working directory."""
     max_interactions: Positive = 30
     """Greatest number of answers in an episode, each with a block of code that is run."""
     single_turn: bool = False
@@ -149,7 +149,7 @@ class EnvironmentsConfig(Section):
     use: Mapping[str, AnyEnvironment] = Field(default_factory=dict)
     """Environments by name; without any, prompts are answered once, as ever."""
     default: str | None = None
-    """The environment of rows that name none; None = the only one in ``use``, else such rows are refused."""
+    """The environment of rows that name none; null = the only one in ``use``, else such rows are refused."""
     column: str = "environment"
     """Column of the data in which a row names its environment."""
     servers: NonNegative = 1

@@ -23,7 +23,7 @@ class ExpertConfig(Section):
     negative: bool = False
     """Let expert tokens with a negative advantage into the loss."""
     prefix: PrefixSchedule | None = None
-    """How samples begin with a part of a trace that the policy continues; None = traces enter whole.
+    """How samples begin with a part of a trace that the policy continues; null = traces enter whole.
     ``fixed``: evenly spaced from ``prefix_low`` to ``prefix_high``; ``random``: drawn between
     them; ``linear``: from ``prefix_high`` down to 0; ``linear_max`` and ``reverse_linear``: drawn
     from 0 to a greatest share that falls, or grows, by tenths; ``cosine``: drawn between a least
@@ -33,4 +33,4 @@ class ExpertConfig(Section):
     prefix_high: Share = 0.95
     """Greatest share of a trace; at least its last token is left to the policy."""
     prefix_steps: Positive | None = None
-    """Steps over which the schedules in time run; None = ``run.steps``."""
+    """Steps over which the schedules in time run; null = ``run.steps``."""

@@ -45,10 +45,10 @@ class LaunchConfig(Section):
     """Range of ports, such as ``29500-29563``, for firewalls that must know them: the run's own Redis listens at the
     first, and everything else of Tandem that listens (ZeroMQ, the meeting points of ranks and weights, the
     endpoint of episodes) takes free ones of the others. The data connections of gloo and NCCL know
-    no ports and are outside. None = any free ports."""
+    no ports and are outside. null = any free ports."""
     join: str | None = None
     """A join file that was made beforehand, from which a new run takes its id and its Redis' password and port, where
-    members get theirs otherwise than from this run (`tandem cluster` makes one). None = the run makes its own."""
+    members get theirs otherwise than from this run (`tandem cluster` makes one). null = the run makes its own."""
     learner: Literal["here", "outside"] = "here"
     """Who starts the learner's ranks: ``here``: ``tandem start``, and ``tandem join`` on other hosts;
     ``outside``: torchrun, srun or a person, by ``tandem learner``."""

@@ -12,13 +12,13 @@ class ReplayConfig(Section):
 
     redis_url: str | None = None
     """URL of an existing server (``redis://user@host:port/db``, or ``rediss://`` for TLS); its password goes into
-    TANDEM_REDIS_PASSWORD. None starts one in the run's folder."""
+    TANDEM_REDIS_PASSWORD. null starts one in the run's folder."""
     redis_ca: str | None = None
     """File with certificates of authorities (PEM) that the server's may be of, besides the host's own."""
     redis_cert: str | None = None
     """File with a client certificate (PEM), if the server asks for one."""
     redis_key: str | None = None
-    """File with its private key (PEM, without a passphrase); None: it is in the same file."""
+    """File with its private key (PEM, without a passphrase); null: it is in the same file."""
     groups_per_step: Positive = 8
     """B: groups per learner step."""
     max_staleness: NonNegative = 1
@@ -32,7 +32,7 @@ class ReplayConfig(Section):
     later groups take their places (DAPO's dynamic sampling, arXiv 2503.14476 eq. 11); 0 = every group is trained on."""
     dynamic_sampling_means: tuple[float, float] | None = None
     """Least and greatest mean reward of a group's rows, expert rows included; a group beyond them gives way like one
-    without a signal (PRIME filters by accuracy so, arXiv 2502.01456). None = any mean."""
+    without a signal (PRIME filters by accuracy so, arXiv 2502.01456). null = any mean."""
     lease_seconds: Seconds = 120.0
     """A lease that isn't renewed for this long goes to the next worker."""
     group_deadline_seconds: Seconds = 1800.0

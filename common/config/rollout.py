@@ -87,17 +87,17 @@ class VllmConfig(Section):
     """Share of each GPU's memory for weights and KV cache, which must be free when vLLM starts; lower it if a learner
     shares the GPU."""
     kv_cache_mb: Positive | None = None
-    """Memory for keys and values on each GPU, MiB; None = what ``gpu_memory_utilization`` leaves (with
+    """Memory for keys and values on each GPU, MiB; null = what ``gpu_memory_utilization`` leaves (with
     ``launch.share_gpu`` by the figures of ``tandem plan``, else as vLLM measures it), or 1024 without a GPU."""
     max_model_len: Positive | None = None
-    """Greatest number of tokens of prompt and response; None = ``data.max_prompt_tokens`` plus
+    """Greatest number of tokens of prompt and response; null = ``data.max_prompt_tokens`` plus
     ``rollout.max_new_tokens``."""
     max_num_seqs: Positive | None = None
-    """Greatest number of samples that run at a time; None = the samples of ``groups_per_batch``
+    """Greatest number of samples that run at a time; null = the samples of ``groups_per_batch``
     groups, but at least 256."""
     enforce_eager: bool | None = None
     """Whether to run without compilation and CUDA graphs, for a quicker start and slower sampling;
-    None = only without a GPU."""
+    null = only without a GPU."""
     start_seconds: Seconds = 900.0
     """Deadline for vLLM to load the model and be ready."""
     args: Annotated[Mapping[str, Any], AfterValidator(_no_settings)] = Field(default_factory=dict)
@@ -132,7 +132,7 @@ class RolloutConfig(Section):
     threads: Positive = 1
     """CPU threads of one worker."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the engine's weights and arithmetic, and so of new weights on their way to it; None =
+    """Dtype of the engine's weights and arithmetic, and so of new weights on their way to it; null =
     ``model.dtype``."""
     recompute_kv: bool = True
     """Whether the KV cache of running requests is recomputed when the weights change. If not, they go on

@@ -38,7 +38,7 @@ class RunConfig(Section):
     """What the run is called, where its folder is and how long it goes on."""
 
     dir: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
-    """The run's folder; None = ``runs/<preset>``."""
+    """The run's folder; null = ``runs/<preset>``."""
     seed: int = 0
     """Seed of the order of problems, sampling noise and mixing."""
     steps: Annotated[int, AfterValidator(_trained)] | None = None
@@ -46,7 +46,7 @@ class RunConfig(Section):
     passes: Positive | None = None
     """Number of passes over the data; the last step may then be short."""
     last_step: Positive | None = None
-    """End the run after this step, with the schedule of all of them; None = the last one."""
+    """End the run after this step, with the schedule of all of them; null = the last one."""
     deterministic: StrictBool = False
     """Whether the same seed gives the same parameters bit for bit, whichever processes are killed on the
     way. It sets on-policy sampling, one group per engine batch and no group deadline. Holds for the

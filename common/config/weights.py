@@ -24,7 +24,7 @@ class WeightsConfig(Section):
     all workers that are ready, so that the learner sends a version once; for many nodes."""
     snapshot_folder: str | None = None
     """Folder of weight snapshots, on a file system that learner and workers share. Each run has a folder of its
-    own in it, named by the run's id. None = ``weights`` in the run's folder. The newest two are kept, and those that workers are reading."""
+    own in it, named by the run's id. null = ``weights`` in the run's folder. The newest two are kept, and those that workers are reading."""
     snapshot_every: NonNegative = 0
     """Steps from one snapshot to the next; 0 = only if a worker can't be served in any other way."""
     every: Positive = 1
@@ -32,7 +32,7 @@ class WeightsConfig(Section):
     bucket_mb: Positive = 64
     """Size of one bucket on the wire."""
     interface: str | None = None
-    """Address or interface that the weight channel binds, which has no credentials of its own; None = that
+    """Address or interface that the weight channel binds, which has no credentials of its own; null = that
     of ``launch.bind``."""
     open_seconds: Seconds = 30.0
     """Deadline for a member to open its channel."""
@@ -42,6 +42,6 @@ class WeightsConfig(Section):
     """Deadline for a member to serve the new version, and again for its check."""
     check_bound: Annotated[float, Field(ge=0)] | None = None
     """Greatest difference, in nats, between the learner's and an engine's log-probs of the check's
-    tokens that counts as rounding in a worker's first check; None = by the dtype. Later checks
+    tokens that counts as rounding in a worker's first check; null = by the dtype. Later checks
     are compared with earlier ones. An engine that rounds its weights further (fp8) needs a
     greater bound; 0 = versions aren't checked."""

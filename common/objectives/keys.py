@@ -183,9 +183,9 @@ class Clip(ObjectiveConfig):
     """Clips the ratio of own tokens."""
 
     clip_low: BelowOne | None = 0.2
-    """PPO clip below; None = no clip."""
+    """PPO clip below; null = no clip."""
     clip_high: AboveZero | None = 0.2
-    """PPO clip above; None = no clip."""
+    """PPO clip above; null = no clip."""
 
     @property
     def has_ratio(self) -> bool:
@@ -201,7 +201,7 @@ class DualClip(Clip):
     """Also clips on the far side."""
 
     dual_clip: AboveOne | None = 3.0
-    """Bounds the loss of tokens with A < 0 (arXiv 1912.09729); None = no bound."""
+    """Bounds the loss of tokens with A < 0 (arXiv 1912.09729); null = no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class Entropy(ObjectiveConfig):
     entropy_over: Literal["own", "all"] = "own"
     """Tokens of the entropy bonus."""
     entropy_target: AboveZero | None = None
-    """Entropy, in nats per token, that the coefficient maintains; None = the coefficient is fixed."""
+    """Entropy, in nats per token, that the coefficient maintains; null = the coefficient is fixed."""
     entropy_adapt: Literal["scaled", "stepped", "learned"] = "scaled"
     """How the coefficient adapts: ``scaled``: times target over measured entropy. ``stepped``: after each
     update up by ``entropy_step`` under the target, down above it, within [0, 1] (Skywork-OR1).
@@ -267,7 +267,7 @@ class Kl(ObjectiveConfig):
     kl_reward_form: KlRewardForm = "k1"
     """Estimator of the KL in the reward: k1, log μ/π_ref, or k3, π_ref/μ − 1 + log μ/π_ref, which is never negative."""
     kl_target: AboveZero | None = None
-    """KL to the reference, in nats per own token, to which both β are steered (arXiv 1909.08593); None =
+    """KL to the reference, in nats per own token, to which both β are steered (arXiv 1909.08593); null =
     they are fixed."""
     kl_gain: PositiveShare = 0.1
     """Speed of the steering: β is multiplied by 1 + gain · clamp(KL/target − 1, ±0.2), that of the loss after each
@@ -294,7 +294,7 @@ class Policy(Kl, Entropy, Aggregated, Learned):
     """A policy gradient."""
 
     max_probability: PositiveShare | None = None
-    """Tokens with a greater probability leave the loss; None = none do."""
+    """Tokens with a greater probability leave the loss; null = none do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +305,7 @@ class OwnTokens(Policy):
     """Factor of the advantages of own tokens (LUFFY's prefix_reward_weight_beta)."""
     turn_discount: PositiveShare | None = None
     """γ of an episode's turns: the advantage of turn k is that of G_k = Σ_{l ≥ k} γ^(l − k) r_l among the group's
-    episodes that have a turn k (GTPO, arXiv 2511.14846). None = all turns have their episode's advantage."""
+    episodes that have a turn k (GTPO, arXiv 2511.14846). null = all turns have their episode's advantage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,9 +360,9 @@ class Expert(ExpertWeight, Shapes, Policy):
     """Denominator of w: π_φ if it is known, else 1; always 1; or as in LUFFY's code,
     π_θ/(π_φ + 1e-6) unshaped if it is known."""
     expert_clip_low: float | None = None
-    """Least shaped weight; None = no bound."""
+    """Least shaped weight; null = no bound."""
     expert_clip_high: float | None = None
-    """Greatest shaped weight; None = no bound."""
+    """Greatest shaped weight; null = no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -199,7 +199,7 @@ class Ppo(Clipped):
     value_coefficient: NonNegative = 0.5
     """Coefficient of a critic's loss."""
     value_clip: AboveZero | None = 0.2
-    """Greatest change of a critic's value that counts; None = any."""
+    """Greatest change of a critic's value that counts; null = any."""
 
     equation = "L = agg_own( clip(ρ, A_t) ) + c_V mean_own( ½ max((V − G)², (V_old + clamp(V − V_old, ±ε_V) − G)²) ); G = A + V_old before A is whitened"
     source = "arXiv 1707.06347, eq. 7; GAE arXiv 1506.02438, eq. 16"

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="write the files there, in place of printing")
     parser.add_argument(
         "--name",
-        help="names jobs and objects (default: the preset's; slurm: with the last part of a run.dir)",
+        help="names jobs and objects (default: the preset's; slurm: with a digest of a run.dir that isn't runs/PRESET)",
     )
     parser.add_argument(
         "--nodes", type=int, default=2, metavar="N", help="nodes of rollout workers (default: 2)"
@@ -49,18 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers-per-node",
         type=int,
         metavar="N",
-        help="(default: 1; skypilot: as many as the rented GPUs serve)",
+        help="rollout workers of each node (default: 1; skypilot: as many as the rented GPUs serve)",
     )
     parser.add_argument(
         "--templates", metavar="DIR", help="your own templates, which go before Tandem's"
     )
     slurm = parser.add_argument_group("slurm")
     slurm.add_argument("--time", metavar="LIMIT", help="of each job (default: 1-00:00:00)")
-    slurm.add_argument("--partition", metavar="NAME")
-    slurm.add_argument("--account", metavar="NAME")
-    slurm.add_argument("--qos", metavar="NAME")
+    slurm.add_argument("--partition", metavar="NAME", help="of the jobs (default: the site's)")
     slurm.add_argument(
-        "--grace", type=float, metavar="SECONDS", help="the site's KillWait (default: 30)"
+        "--account", metavar="NAME", help="that the jobs are charged to (default: yours)"
+    )
+    slurm.add_argument("--qos", metavar="NAME", help="quality of service (default: the site's)")
+    slurm.add_argument(
+        "--grace",
+        type=float,
+        metavar="SECONDS",
+        help="time to finish after scancel: the site's KillWait (default: 30)",
     )
     slurm.add_argument(
         "--container",
@@ -74,14 +79,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one job for all, for sites that want it",
     )
     kubernetes = parser.add_argument_group("kubernetes, skypilot")
-    kubernetes.add_argument("--image", metavar="NAME", help="(kubernetes: tandem:latest)")
-    kubernetes.add_argument("--namespace", metavar="NAME", help="(default: default)")
-    kubernetes.add_argument("--storage", metavar="SIZE", help="of the volume (default: 100Gi)")
-    kubernetes.add_argument("--storage-class", metavar="NAME", help="(default: the cluster's)")
+    kubernetes.add_argument(
+        "--image",
+        metavar="NAME",
+        help="image of the containers (default, kubernetes: tandem:latest; skypilot: none)",
+    )
+    kubernetes.add_argument("--namespace", metavar="NAME", help="of all objects (default: default)")
+    kubernetes.add_argument("--storage", metavar="SIZE", help="size of the volume (default: 100Gi)")
+    kubernetes.add_argument(
+        "--storage-class", metavar="NAME", help="of the volume (default: the cluster's)"
+    )
     kubernetes.add_argument(
         "--jobset", action="store_true", default=None, help="the learner's other hosts as a JobSet"
     )
-    kubernetes.add_argument("--gpu", metavar="KIND", help="(skypilot: H100)")
+    kubernetes.add_argument(
+        "--gpu", metavar="KIND", help="GPUs that SkyPilot rents (default: H100)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

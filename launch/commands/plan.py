@@ -23,21 +23,38 @@ MOST_SPREAD = 5.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_preset_words(parser, default="miniature")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the node")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="GPUs of the node (default: what the preset needs, or this machine's if it has more)",
+    )
     parser.add_argument(
         "--gpu",
         metavar="KIND",
         help="H100 (default where this machine has none), H200, A100, A100-40, L40S, L40, A10, A10G, L4, "
         "RTX4090",
     )
-    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="of one GPU")
-    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean prompt")
-    parser.add_argument("--response-tokens", type=float, metavar="N", help="mean response")
+    parser.add_argument(
+        "--gpu-memory", type=float, metavar="GB", help="of one GPU (default: by its kind)"
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=float,
+        metavar="N",
+        help="mean prompt (default: a quarter of data.max_prompt_tokens)",
+    )
+    parser.add_argument(
+        "--response-tokens",
+        type=float,
+        metavar="N",
+        help="mean response (default: a third of rollout.max_new_tokens)",
+    )
     parser.add_argument(
         "--spread",
         type=float,
         metavar="S",
-        help="standard deviation of the logarithm of a response's length; 0: all have the same length",
+        help="standard deviation of the logarithm of a response's length; 0: all have the same length (default: 0.75)",
     )
     parser.add_argument(
         "--splits",

@@ -27,7 +27,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_folder(parser)
-    parser.add_argument("--to", choices=("wandb", "tensorboard"), required=True)
+    parser.add_argument(
+        "--to", choices=("wandb", "tensorboard"), required=True, help="where they are sent"
+    )
     parser.add_argument(
         "--offline", action="store_true", help="wandb: keep it here, to be synchronised later"
     )

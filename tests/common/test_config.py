@@ -71,6 +71,9 @@ def test_a_key_of_an_item_that_changed_is_named_by_itself():
 def test_none_is_an_override():
     assert build("learner.objective.clip_low=null").learner.objective.clip_low is None
     assert build("run.steps=", "run.passes=1").run.steps is None
+    with pytest.raises(ConfigError, match=r"run\.dir, 'None', would be a text: write null"):
+        build("run.dir=None")
+    assert build("run.dir='None'").run.dir == "None"
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,14 @@ def parse_value(text: str, what: str) -> Any:
     """Reads a value that was typed on a command line as YAML, of which nothing may be left out.
 
     Raises:
-        ConfigError: see :func:`parse_yaml`, or YAML would take a part of it for a comment or for the mark of a document.
+        ConfigError: see :func:`parse_yaml`, or YAML would take a part of it for a comment or for the mark of a document, or
+            it is Python's None, which YAML would take for a text.
     """
     value = parse_yaml(text, what)
+    if text.strip() == "None":
+        raise ConfigError(
+            f"{what} would be a text: write null for no value, or \"'None'\" for that text"
+        )
     end, lost = 0, ""
     for token in yaml.scan(text, _Loader):
         if not isinstance(token, _MARKS):
