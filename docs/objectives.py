@@ -93,6 +93,9 @@ A class that derives from a built-in one without a hold on stale samples is refu
 come, as the built-in one is, unless it has a `loss` or `own_losses` of its own.
 A key that isn't given has the built-in one's default. One that is given the default of an objective of your own
 (`aggregation=constant`, say) counts as not given, unless it stands in `params` too.
+The ledger doesn't know your class: an advantage that compares no rows (`none`, `reinforce_pp`) belongs in
+`learner.objective.advantage`, also where it is the built-in one's default, or the ledger rejects groups with a single verdict.
+The learner's log says so.
 
 A function adds the KL penalty and the entropy bonus to its loss itself, from `rows.reference` and `rows.entropy`, by the
 coefficients in `scalars`. With `kl_coefficient` its `columns` must have `reference`, or a new run is refused.
