@@ -13,6 +13,7 @@ import inspect
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
@@ -82,6 +83,26 @@ def has_module(path: str) -> bool:
     top = split_path(path)[0].partition(".")[0]
     here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
     return here is not None or importlib.util.find_spec(top) is not None
+
+
+def source_of(path: str) -> Path | None:
+    """The file of the module that an import path names, where :func:`load` would find it; imports nothing.
+
+    None if there is no such file.
+    """
+    top, *names = split_path(path)[0].split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:
+        # The module that the interpreter was started with.
+        return None
+    find = importlib.machinery.PathFinder.find_spec
+    spec = spec or find(top, [os.getcwd()])
+    for name in names:
+        # Unlike this finder, importlib.util imports the packages around a module to find it.
+        below = None if spec is None else spec.submodule_search_locations
+        spec = find(name, below) if below else None
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
 def require_module(path: str, key: str) -> None:

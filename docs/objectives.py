@@ -92,6 +92,9 @@ A class that derives from a *fresh* objective is refused at the start of a run t
 is, unless it has a `loss` or `own_losses` of its own.
 A key that isn't given has the built-in one's default. So has a key outside of `params` that is set to what it is in an objective of
 your own by default (such as `aggregation=constant`): name it in `params` too, if you mean it.
+The ledger doesn't know your class: an advantage that compares no rows (`none`, `reinforce_pp`) belongs in
+`learner.objective.advantage`, also where it is the built-in one's default, or the ledger rejects groups with a single verdict.
+The learner's log says so.
 
 A function adds the KL penalty and the entropy bonus to its loss itself, from `rows.reference` and `rows.entropy`, by the
 coefficients in `scalars`. With `kl_coefficient` its `columns` must have `reference`, or a new run is refused.

@@ -76,7 +76,8 @@ def main(
             if folder is not None and seat.rank == 0:
                 _lead(join, config, name, folder, updates, files, stop)
             else:
-                follow(updates.engine, updates, files)
+                first = seat.rank > 0 and seat.local_rank == 0
+                follow(updates.engine, updates, files, first_of_host=first)
     return 0
 
 

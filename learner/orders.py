@@ -32,6 +32,12 @@ class Compare(Order, frozen=True, kw_only=True):
     step: int
 
 
+class Frozen(Order, frozen=True, kw_only=True):
+    """Compare the models beside the policy on your host with those of rank 0, if you are your host's first rank."""
+
+    digests: dict[str, str]
+
+
 class Save(Order, frozen=True, kw_only=True):
     """Write your part of a checkpoint."""
 
@@ -73,6 +79,6 @@ def read_order(data: bytes) -> Order:
     Raises:
         WireError: it isn't one of the orders.
     """
-    kinds = Train | Compare | Save | Load | Export | Parameters | Score | Idle | Stop
+    kinds = Train | Compare | Frozen | Save | Load | Export | Parameters | Score | Idle | Stop
     order: Order = read_message(kinds, data, "order of rank 0")
     return order

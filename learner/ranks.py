@@ -7,6 +7,7 @@ journal.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,11 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..common.adapters import base_digest
+from ..common.errors import DataError
 from ..common.models import local_folder
 from .engine.deepspeed_engine import DeepSpeedEngine
 from .orders import (
     Compare,
     Export,
+    Frozen,
     Idle,
     Load,
     Order,
@@ -76,9 +79,14 @@ class Leader:
             return outcome
 
     def frozen(self) -> dict[str, str]:
-        """Digest of the weights of each model in :attr:`Updates.frozen_paths`, by path; reads all of their files."""
+        """Digest of the weights of each model in :attr:`Updates.frozen_paths`, by path; reads all of their files.
+
+        The first rank of each other host compares its own with them.
+        """
         with self.waiting():
-            return {path: base_digest(local_folder(path)) for path in self._updates.frozen_paths}
+            digests = _digests(self._updates)
+        with self._ordered(Frozen(digests=digests)):
+            return digests
 
     def compare(self, step: int, groups: Sequence[MixedGroup]) -> dict[str, float]:
         """See :meth:`Updates.compare`."""
@@ -168,8 +176,28 @@ def _share(engine: DeepSpeedEngine) -> int:
     return engine.checkpoint_bytes() // engine.world_size
 
 
-def follow(engine: DeepSpeedEngine, updates: Updates, files: CheckpointFiles | None = None) -> None:
-    """Follows the orders of rank 0 until it says stop."""
+def _digests(updates: Updates) -> dict[str, str]:
+    return {path: base_digest(local_folder(path)) for path in updates.frozen_paths}
+
+
+def follow(
+    engine: DeepSpeedEngine,
+    updates: Updates,
+    files: CheckpointFiles | None = None,
+    *,
+    first_of_host: bool = False,
+) -> None:
+    """Follows the orders of rank 0 until it says stop.
+
+    Args:
+        engine: this rank's engine.
+        updates: this rank's updates.
+        files: where it writes and reads checkpoints.
+        first_of_host: whether it is the first rank of a host other than rank 0's.
+
+    Raises:
+        DataError: this host has other weights of the reference or the teacher than rank 0's.
+    """
     files = files or CheckpointFiles()
     while True:
         match read_order(broadcast_bytes(None)):
@@ -184,6 +212,13 @@ def follow(engine: DeepSpeedEngine, updates: Updates, files: CheckpointFiles | N
                 engine.memory.over_ranks()
             case Compare() as order:
                 updates.compare(order.step, None)
+            case Frozen() as order:
+                mine = _digests(updates) if first_of_host else order.digests
+                if others := [path for path in mine if mine[path] != order.digests.get(path)]:
+                    raise DataError(
+                        f"the weights in {others[0]}, which the run's reference or teacher is loaded from, are others on "
+                        f"{socket.gethostname()} than on the host of the learner's rank 0: copy them from there"
+                    )
             case Save() as order:
                 with files.writing(Path(order.folder), _share(engine)) as place:
                     engine.save(place, updates.state())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 
 class Bounds:
@@ -379,3 +379,39 @@ class Beta(ObjectiveConfig):
 
     beta: AboveZero = 0.1
     """β of preference losses."""
+
+
+def _shapings_but(*those: Shaping) -> tuple[Shaping, ...]:
+    return tuple(one for one in get_args(Shaping) if one not in those)
+
+
+_SWITCHES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "kl_form": {"kl_coefficient": (0,)},
+    "kl_reward_form": {"kl_reward_coefficient": (0,)},
+    "kl_gain": {"kl_target": (None,)},
+    # A stepped coefficient may begin at 0.
+    "entropy_over": {"entropy_coefficient": (0,), "entropy_adapt": ("scaled",)},
+    "entropy_adapt": {"entropy_target": (None,)},
+    "entropy_step": {"entropy_adapt": ("scaled",)},
+    "correction_low": {"correction": ("truncate",)},
+    "gamma": dict.fromkeys(("shaping", "own_shaping"), _shapings_but("ratio")),
+    "shaping_exponent": dict.fromkeys(("shaping", "own_shaping"), _shapings_but("power")),
+    "shaping_coefficient": dict.fromkeys(
+        ("shaping", "own_shaping"), _shapings_but("log", "plus_log")
+    ),
+}
+"""Keys with the other keys that switch them off, and with which values. A key is read if one of these has another value."""
+
+
+def switched_off(settings: ObjectiveConfig) -> dict[str, str]:
+    """Keys of a built-in objective that nothing reads beside its other settings, each with those that are why.
+
+    >>> switched_off(Kl(kl_coefficient=0.1))
+    {'kl_reward_form': 'kl_reward_coefficient=0.0', 'kl_gain': 'kl_target=None'}
+    """
+    found = {}
+    for key, switches in _SWITCHES.items():
+        there = {name: getattr(settings, name) for name in switches if hasattr(settings, name)}
+        if hasattr(settings, key) and all(there[name] in switches[name] for name in there):
+            found[key] = " and ".join(f"{name}={value}" for name, value in there.items())
+    return found

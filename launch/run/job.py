@@ -185,7 +185,8 @@ class Job:
             self._folder.called.unlink(missing_ok=True)
         self._folder.write_config(to_yaml(config))
         self._folder.write_join(join)
-        self._record.begin(self._preset, self._opening, join.port)
+        for module in self._record.begin(self._preset, self._opening, join.port):
+            self._say(f"note: the code of {module} has changed since this run was last started")
         if config.run.callbacks:
             from ..callbacks.host import switched_off
 

@@ -331,6 +331,9 @@ class Trainer:
             written = self._journal.row(self._term, step, batch.row)
         if batch.quarantined or self._journal.outcome(step) == "quarantined":
             written()
+            if not self._journal.outcome(step):
+                # The journal may be an older copy than Redis.
+                self._journal.quarantined(self._term, step, "quarantined before")()
             self._use_up(step, "quarantined before")
             # The step's first record was set aside if the learner has gone back behind it.
             self._reporter.record(self._version, {"train/applied": 0.0})

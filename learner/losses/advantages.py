@@ -86,6 +86,9 @@ def advantages(
     A std is that of what graders paid: where they paid the same (all rows, for whitening), it counts as 1. A KL in
     ``rewards`` is nearly 0 at first, so that over its own std even its rounding would be as large as a real difference.
 
+    An advantage of at most 1e-6 is 0: rounding of a mean, or of a KL in ``rewards``, is no signal, and its sign
+    tells no good row from a bad one.
+
     A row alone in its group is compared with itself, A = 0; ``singles="absolute"`` gives it mean 0
     and std 1, so A = R, as LUFFY's and verl's code do.
 
@@ -101,21 +104,20 @@ def advantages(
     """
     graded = rewards if graded is None else graded
     if baseline == "none":
-        return rewards.clone()
+        return _without_rounding(rewards)
     if baseline == "reinforce_pp":
         paid_alike = not len(graded) or float(graded.max() - graded.min()) <= EQUAL_REWARDS
         return _whitened(rewards, lengths, paid_alike)
     everything = torch.ones_like(rewards)
     mean, count = _mean(rewards, group, groups, everything)
     counted = everything
-    among = None
-    if baseline in ("own_mean", "own_mean_std"):
+    by_own_rows = baseline in ("own_mean", "own_mean_std")
+    if by_own_rows:
         own = (~expert_row).to(rewards.dtype)
         own_mean, own_count = _mean(rewards, group, groups, own)
         mean = torch.where(own_count > 0, own_mean, mean)
         counted = torch.where((own_count > 0)[group], own, everything)
         count = torch.where(own_count > 0, own_count, count)
-        among = ~expert_row
     paid_equally = group_range(graded, group, groups, counted > 0) <= EQUAL_REWARDS
     alone = torch.zeros_like(count, dtype=torch.bool)
     if singles == "absolute":
@@ -132,12 +134,11 @@ def advantages(
         unsolved = mean.isfinite() & (mean <= EQUAL_REWARDS)
         divisor = torch.where(unsolved, torch.ones_like(mean), mean)[group]
         result = torch.where(unsolved[group], torch.zeros_like(result), result / divisor)
-    equal = group_range(rewards, group, groups, among)[group] <= EQUAL_REWARDS
-    # Rounding of the mean must not turn equal rewards into a signal. With an own baseline the
-    # expert's row still differs from it.
-    level = result.abs() <= EQUAL_REWARDS if among is not None else torch.ones_like(equal)
-    silent = equal & level & ~alone[group]
-    result = torch.where(silent, torch.zeros_like(result), result)
+    result = _without_rounding(result)
+    if not by_own_rows:
+        # Whatever they were divided by, equal rewards are no signal.
+        equal = group_range(rewards, group, groups) <= EQUAL_REWARDS
+        result = torch.where((equal & ~alone)[group], torch.zeros_like(result), result)
     if baseline == "reinforce_pp_baseline":
         return _whitened(result, lengths, bool(paid_equally.all()))
     return result
@@ -159,4 +160,8 @@ def _whitened(values: Tensor, lengths: Tensor | None, unit: bool) -> Tensor:
     """Whitens; ``unit`` takes the std as 1."""
     if not len(values) or float(values.max() - values.min()) <= EQUAL_REWARDS:
         return torch.zeros_like(values)
-    return whiten(values, lengths, unit=unit)
+    return _without_rounding(whiten(values, lengths, unit=unit))
+
+
+def _without_rounding(found: Tensor) -> Tensor:
+    return torch.where(found.abs() <= EQUAL_REWARDS, torch.zeros_like(found), found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from ...common.config import Config
 from ...common.config.checks.updates import STALE_RULES
 from ...common.config.groups import has_groups
@@ -10,6 +12,8 @@ from ...common.objectives import OwnObjective
 from ...common.objectives.keys import Kl
 from . import Distill, Objective, Ppo, make
 from .preference import Preference
+
+log = logging.getLogger("tandem.learner")
 
 
 def objective_of(config: Config) -> Objective:
@@ -56,7 +60,8 @@ def objective_of(config: Config) -> Objective:
 
 
 def check_own(objective: Objective, config: Config) -> None:
-    """Refuses what a run can't begin with because of an objective of the user's own, which only the objective tells.
+    """Refuses what a run can't begin with because of an objective of the user's own, which only the objective tells, and
+    warns of a ledger that takes it for another one.
 
     Raises:
         ConfigError: nothing in it bounds stale tokens, and some may come; it would learn nothing from pairs; or nothing
@@ -72,6 +77,13 @@ def check_own(objective: Objective, config: Config) -> None:
     if refusal and not _has_own_loss(objective):
         raise ConfigError(f"{refusal} (its own settings are in learner.objective.params)")
     named = f"learner.objective.name={wanted.name}"
+    least = wanted.least_verdicts
+    if settings.least_verdicts != least and config.learner.source == "ledger":
+        log.warning(
+            f"{named} has advantage={settings.baseline} from its class or from learner.objective.params, and the ledger, "
+            f"which can't look there, keeps groups of {least} or more verdicts, as for advantage={wanted.baseline}: set "
+            f"learner.objective.advantage={settings.baseline} in a new run"
+        )
     if isinstance(objective, Preference) and not has_groups(config) and not wanted.rejected:
         raise ConfigError(
             f"{named} learns from worse responses too, and learner.objective.rejected=false leaves them out of the data: "

@@ -170,6 +170,9 @@ class History:
         why = ""
         if kind == "row" and step != self.last_step + 1:
             why = f"has row {step} after row {self.last_step}"
+        elif kind == "row" and step > 1 and not self._outcomes[-1]:
+            # A learner goes on to the next step only once this one has ended, if not on this line of history.
+            why = f"has row {step}, and not what became of step {step - 1}: a line is missing"
         elif kind == "resumed":
             if step > self.last_step:
                 why = f"is resumed from step {step} and has {self.last_step} rows"

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from tandem.common.errors import ConfigError
-from tandem.common.import_path import has_module, is_import_path, is_installed, load, split_path
+from tandem.common.import_path import (
+    has_module,
+    is_import_path,
+    is_installed,
+    load,
+    source_of,
+    split_path,
+)
 
 
 @pytest.mark.parametrize(
@@ -87,3 +94,20 @@ def test_a_plain_folder_beside_a_run_is_no_package(
     assert not is_installed("wandb")
     assert is_installed("mine")
     assert not is_installed("nothing")
+
+
+def test_the_file_of_a_module_is_found_without_importing_its_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "__init__.py").write_text("raise ValueError('imported')")
+    inner = tmp_path / "a_package" / "inner.py"
+    inner.touch()
+    assert source_of("a_package.inner:f") == source_of("a_package.inner.f") == inner
+    assert source_of("a_package:f") == tmp_path / "a_package" / "__init__.py"
+    # What is installed comes before what is in the working folder, as when it is imported.
+    (tmp_path / "json.py").touch()
+    assert source_of("json:loads") == Path(sys.modules["json"].__file__ or "")
+    for path in ("a_package.other:f", "a_package.inner.other:f", "no_such_module:f", "sys:path"):
+        assert source_of(path) is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.common.config import Config, Section, build, unread_keys
+from tandem.common.config import Config, Section, build, switched_off_keys, unread_keys
 from tandem.common.errors import ConfigError
 from tandem.launch import cli
 from tandem.launch.cli import main
@@ -119,6 +119,16 @@ def test_only_what_the_objective_and_the_engine_read_is_printed(
 @pytest.mark.parametrize("name", presets.names())
 def test_no_preset_holds_what_its_objective_and_engine_do_not_read(name: str) -> None:
     assert unread_keys(presets.load(name).tree) == []
+    assert switched_off_keys(presets.load(name).tree) == []
+
+
+def test_settings_that_others_switch_off_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    key = "learner.objective.kl_form"
+    code, out, err = tandem(capsys, "config", "miniature", f"{key}=k2")
+    assert (code, yaml.safe_load(out)["learner"]["objective"]["kl_form"]) == (0, "k2")
+    assert f"others switch them off: {key} (kl_coefficient=0.0)" in err
+    coefficient = "learner.objective.kl_coefficient=0.1"
+    assert tandem(capsys, "config", "miniature", f"{key}=k2", coefficient)[2] == ""
 
 
 def test_the_miniature_has_the_measured_setting() -> None:

@@ -36,7 +36,7 @@ from tandem.common.records import Group, Verdict, Version
 from tandem.common.weights.receiver import Target, WeightReceiver
 from tandem.common.weights.shared_memory import StagedTensors
 from tandem.launch.cli import main
-from tandem.learner.resume.journal import read, trained
+from tandem.learner.resume.journal import History, read, trained
 from tandem.learner.resume.state_files import POLICY
 from tandem.replay import archive
 from tandem.replay.callback_requests import CallbackRequests, Requested
@@ -634,6 +634,22 @@ def test_a_quarantined_step_keeps_its_record_when_the_run_is_resumed_before_it(
     applied = {record["step"]: record["train/applied"] for record in metrics(run)}
     assert applied == {1: 1.0, 2: 0.0, 3: 1.0, 4: 1.0, 5: 1.0, 6: 1.0}
     assert len(metrics(run)) == 6
+
+
+def test_a_journal_that_is_an_older_copy_than_redis_gets_the_outcomes_that_it_lacks(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(run={"steps": 6}, learner={"checkpoint_every": 1000})
+    poison(run, {"0-2"})
+    run.work()
+    kill_after(4, launch(run), run)
+    journal = run.folder.journal
+    lines = journal.read_bytes().splitlines(keepends=True)
+    # All but what became of step 2, and what came then.
+    journal.write_bytes(b"".join(lines[:3]))
+    finish(run, launch(run))
+    assert outcomes(run)[2] == "quarantined"
+    assert History(journal).applied_step == 6
 
 
 def test_inspect_has_the_last_steps_though_the_very_last_one_is_quarantined(

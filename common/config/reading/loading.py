@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ... import evaluation_sets
 from ...errors import ConfigError
 from ...objectives import DEFAULT, KEYS, OwnObjective, check_name, kind_of, reads, renamed
+from ...objectives.keys import switched_off
 from ..checks.choices import why_refused
 from ..checks.deepspeed import content_of
 from ..learner import unread_by
@@ -186,6 +187,22 @@ def unread_keys(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> list[
     """Keys of a preset that :func:`build` leaves out, because the config's objective, optimizer or engine
     doesn't read them."""
     return _merged(tree, overrides)[1]
+
+
+def switched_off_keys(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> list[str]:
+    """Keys of the objective that a valid preset or its overrides set, and that nothing reads beside the others of its
+    settings, each with those that are why."""
+    section = _objective(_merged(tree, overrides)[0])
+    kind = kind_of(str(section.get("name", DEFAULT)))
+    if kind is OwnObjective:
+        return []  # Its own code may read them.
+    plain = kind()
+    return [
+        f"learner.objective.{key} ({why})"
+        for key, why in switched_off(kind(**section)).items()
+        # A preset may be what `tandem config` has printed.
+        if section.get(key, getattr(plain, key)) != getattr(plain, key)
+    ]
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

@@ -10,10 +10,12 @@ import importlib.util
 from collections.abc import Iterator
 from functools import lru_cache
 
+import xxhash
+
 from ....common import templates
 from ....common.config import Config, DataConfig
 from ....common.errors import ConfigError
-from ....common.import_path import is_import_path, require_module
+from ....common.import_path import is_import_path, require_module, source_of, split_path
 from ....learner.loop import own_schedule
 from ....learner.loop.schedule import CRITIC_KEY, warmup_of
 from ....reward.components.scoring import Scorer
@@ -115,3 +117,27 @@ def _own(config: Config) -> Iterator[tuple[str, str]]:
         and config.learner.source == "ledger"
     ):
         yield "rollout.engine", config.rollout.engine
+
+
+def own_code(config: Config) -> dict[str, str]:
+    """Digest of the file of each module that has functions or classes of the user's own, by the module's name.
+
+    Imports none of them, and doesn't look at what they import.
+    """
+    learner, critic = config.learner, config.learner.critic
+    named = [
+        learner.objective.name,
+        learner.optimizer.schedule,
+        critic.optimizer.schedule if critic is not None else "",
+        config.rollout.engine,
+        *(part.name for part in config.reward.components),
+        *(one.form or "" for one in config.data.train),
+        *(one.form or "" for one in config.data.evaluate),
+        *config.run.callbacks,
+        *(getattr(one, "target", "") for one in config.environments.use.values()),
+    ]
+    digests = {}
+    for path in filter(is_import_path, named):
+        if (source := source_of(path)) is not None:
+            digests[split_path(path)[0]] = xxhash.xxh3_64_hexdigest(source.read_bytes())
+    return digests

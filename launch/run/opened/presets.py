@@ -99,13 +99,19 @@ class Preset:
         return config
 
     def tell_unread(self, overrides: Sequence[str]) -> None:
-        """Lists on standard error the preset's keys that its objective, optimizer and engine don't read."""
-        from ....common.config import unread_keys
+        """Lists on standard error the preset's keys that its objective, optimizer and engine don't read, and settings
+        that another one switches off."""
+        from ....common.config import switched_off_keys, unread_keys
 
         if unread := unread_keys(self.tree, overrides):
             print(
                 f"tandem: left out of preset {self.name}, since the run's objective, optimizer and "
                 f"engine read no such key: {', '.join(unread)}",
+                file=sys.stderr,
+            )
+        if idle := switched_off_keys(self.tree, overrides):
+            print(
+                f"tandem: nothing reads these settings, since others switch them off: {', '.join(idle)}",
                 file=sys.stderr,
             )
 

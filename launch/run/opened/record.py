@@ -42,8 +42,11 @@ class RunRecord:
     def content(self) -> Mapping[str, Any]:
         return self._content
 
-    def begin(self, preset: Preset, opening: Opening, port: int) -> None:
-        """Records the start."""
+    def begin(self, preset: Preset, opening: Opening, port: int) -> list[str]:
+        """Records the start; returns the modules of the user's own whose code isn't what it was at the start before."""
+        from .choices import own_code
+
+        code, before = own_code(opening.config), self.get("own_code") or {}
         known = self._content if self._content.get("run_id") == opening.run_id else {}
         self._content.setdefault("created", time.time())
         self.write(
@@ -54,6 +57,7 @@ class RunRecord:
             preset_path=str(preset.path),
             overrides=[as_kept(word) for word in opening.overrides],
             port=port,
+            own_code=code,
             # Holds until the requests are cleared that ended it, also if this start is killed before.
             was_finished=self.get("state") == "finished" or bool(self.get("was_finished")),
             state="starting",
@@ -61,6 +65,7 @@ class RunRecord:
             began=self.began,
             **place_of(self._folder.path),
         )
+        return sorted(module for module in code if before.get(module, code[module]) != code[module])
 
     def reached(self, what: str) -> None:
         """Notes when this start got so far, in seconds since it began."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tandem.common.config import parse_override, to_yaml
+from tandem.common.config import build, parse_override, to_yaml
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.cli import main
 from tandem.launch.host.folder_lock import FolderLock
+from tandem.launch.run.opened.choices import own_code
 from tandem.launch.run.opened.opening import Kind, Opening, make_folder, open_folder
 from tandem.launch.run.opened.presets import load
 from tandem.launch.run.opened.record import RunRecord, apart, as_kept
@@ -434,6 +436,55 @@ def test_a_start_that_is_killed_early_leaves_it_known_that_the_run_had_finished(
         opening = open_folder(preset, [*words, "run.steps=999"], fresh=False)
         RunRecord(opening, began=0.0).begin(preset, opening, port=1)
         assert (folder.read_run()["state"], folder.read_run()["was_finished"]) == ("starting", True)
+
+
+def test_a_start_names_the_modules_whose_code_has_changed_and_imports_none(here: Path) -> None:
+    (here / "paying").mkdir()
+    (here / "paying" / "__init__.py").touch()
+    module, hooks = here / "paying" / "mine_to_change.py", here / "hooks_to_change.py"
+    module.write_text("def pays(completions, **_):\n    return [1.0 for _ in completions]\n")
+    hooks.write_text("def saw(step, metrics, handle):\n    pass\n")
+    words = [
+        "reward.components=[{name: paying.mine_to_change:pays}]",
+        "run.callbacks=[hooks_to_change:saw]",
+    ]
+    preset = load("miniature")
+
+    def changed() -> list[str]:
+        opening = open_folder(preset, words, fresh=False)
+        opening.folder.make()
+        opening.folder.write_config(to_yaml(opening.config))
+        return RunRecord(opening, began=0.0).begin(preset, opening, port=1)
+
+    assert changed() == []
+    assert changed() == []
+    module.write_text(module.read_text().replace("1.0", "2.0"))
+    assert changed() == ["paying.mine_to_change"]
+    hooks.write_text(hooks.read_text() + "\n")
+    assert changed() == ["hooks_to_change"]
+    assert not {"paying", "paying.mine_to_change", "hooks_to_change"} & sys.modules.keys()
+
+
+def test_the_code_of_every_setting_that_names_some_is_looked_at(here: Path) -> None:
+    names = ["loss", "rate", "pace", "engine", "paid", "rows", "sets", "saw", "world"]
+    for name in names:
+        (here / f"own_{name}.py").touch()
+    tree = {
+        "learner": {
+            "objective": {"name": "own_loss:f"},
+            "optimizer": {"schedule": "own_rate:f"},
+            "critic": {"optimizer": {"schedule": "own_pace:f"}},
+        },
+        "rollout": {"engine": "own_engine:f"},
+        "reward": {"components": [{"name": "accuracy"}, {"name": "own_paid.f"}]},
+        "data": {
+            "train": [{"path": "x.jsonl", "form": "own_rows:f"}],
+            "evaluate": [{"path": "y.jsonl", "name": "y", "form": "own_sets:f"}],
+        },
+        "run": {"steps": 9, "callbacks": ["own_saw:f", "gone:f"]},
+        "environments": {"use": {"w": {"form": "text", "target": "own_world:F"}}},
+    }
+    assert sorted(own_code(build(tree))) == sorted(f"own_{name}" for name in names)
 
 
 def test_the_record_of_a_run_keeps_no_password(tmp_path: Path) -> None:

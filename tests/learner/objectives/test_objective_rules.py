@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.common.objectives import OBJECTIVES, reads
+from tandem.common.objectives.keys import Shaping, switched_off
 from tandem.learner.losses.finite import NonFiniteError
 from tandem.learner.objectives import REGISTRY, Objective, make
 from tandem.learner.rows.packing import plan
@@ -112,6 +113,43 @@ def test_the_loss_and_its_gradient_are_there(name: str, hand: ModuleType) -> Non
     loss, gradients = graded(objective, hand.random_rows(1), [torch.arange(12)], hand)
     assert loss != 0
     assert (gradients[0] != 0).any()
+
+
+OTHERWISE: dict[str, Any] = {
+    "kl_form": "k2",
+    "entropy_over": "all",
+    "entropy_step": 0.9,
+    "correction_low": 0.9,
+    "gamma": 0.9,
+    "shaping_exponent": 0.9,
+    "shaping_coefficient": 0.9,
+}
+"""Other values of the loss's keys that another key may switch off."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_that_others_switch_off_change_nothing_and_the_rest_do(
+    name: str, hand: ModuleType
+) -> None:
+    """With each way to shape weights in turn, with and without entropy and KL in the loss."""
+    whole, all_rows = hand.random_rows(1), [torch.arange(12)]
+    on = {"entropy_coefficient": 0.01, "kl_coefficient": 0.1}
+    for how in get_args(Shaping):
+        for more in ({}, on):
+            chosen = {**more, "shaping": how, "own_shaping": how}
+            plain = with_those_it_reads(name, **chosen)
+            loss, gradients = graded(plain, whole, all_rows, hand)
+            off = switched_off(plain.settings)
+            for key in OTHERWISE.keys() & reads(OBJECTIVES[name]):
+                changed = (
+                    OTHERWISE[key] if getattr(plain.settings, key) != OTHERWISE[key] else "own"
+                )
+                objective = with_those_it_reads(name, **chosen, **{key: changed})
+                other, other_gradients = graded(objective, whole, all_rows, hand)
+                same = torch.equal(other, loss) and all(
+                    map(torch.equal, other_gradients, gradients)
+                )
+                assert same == (key in off), (key, chosen)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -138,6 +138,21 @@ def test_an_outcome_without_a_row_and_a_row_out_of_turn_are_damage(path: Path) -
             Journal(path)
 
 
+def test_a_line_that_is_missing_between_others_is_damage(path: Path) -> None:
+    journal = filled(path, 2)
+    journal.row(1, 3, row(3))()
+    journal.quarantined(1, 3, "not finite")()
+    journal.row(1, 4, row(4))()
+    journal.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    for left_out in range(len(lines) - 1):
+        path.write_bytes(b"".join(lines[:left_out] + lines[left_out + 1 :]))
+        with pytest.raises(StoreError, match=r"journal\.jsonl is damaged.*restore it from a copy"):
+            Journal(path)
+    path.write_bytes(b"".join(lines))
+    assert Journal(path).last_step == 4
+
+
 def test_what_was_trained_is_counted_on_the_present_line_of_history(path: Path) -> None:
     journal = Journal(path)
     for step in range(1, 5):
