@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE or KEY=VALUE",
         help="data files, folders or names on the hub (org/set:split); settings",
     )
-    parser.add_argument("--preset", metavar="NAME", help="limits, reward and model of this preset")
+    parser.add_argument("--preset", metavar="NAME", help="count as a run of this preset does")
     parser.add_argument(
         "--model", metavar="DIR", help="whose tokenizer counts; without one, characters are counted"
     )
@@ -125,11 +125,14 @@ def run(arguments: argparse.Namespace) -> int:
     without = _questions(arguments.without, arguments.form) if arguments.without else frozenset()
     reports = []
     try:
-        with Grader(config.reward) as grader:
+        # As a run grades traces.
+        with Grader(config.reward.model_copy(update={"own_reward": None})) as grader:
             # Without a preset or a setting nobody says which environments there are.
             plays = bool(arguments.preset) or config.environments.is_on
+            # Nor does anybody say whether gold answers are needed, and which traces are let in.
+            grades = bool(arguments.preset)
             reader = SourceReader(
-                config, tokenizer, grader, lambda text: None, grades=False, plays=plays
+                config, tokenizer, grader, lambda text: None, grades=grades, plays=plays
             )
             for file in files:
                 reports.append(_read(reader, file, arguments, without, writer))

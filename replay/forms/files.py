@@ -116,8 +116,10 @@ def _plain(batch: pa.RecordBatch) -> Iterator[Raw]:
 
 
 def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
-    """Rows under the header that the file begins with."""
+    """Rows under the header that the file begins with, without the columns that are empty in all of them."""
     csv.field_size_limit(MAX_ROW_CHARACTERS)
+    empty = _empty_columns(file)
+    file.seek(0)
     lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     header: list[str] | None = None
     try:
@@ -140,7 +142,8 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
             else:
                 # An empty cell is how CSV writes that there is no value, and some writers leave the last ones out.
                 filled = (cell if cell.strip() else None for cell in cells)
-                yield dict(itertools.zip_longest(header, filled))
+                row = enumerate(itertools.zip_longest(header, filled))
+                yield dict(column for place, column in row if place not in empty)
     except csv.Error as error:
         raise DataError(
             f"{path} line {lines.line_num} can't be read as CSV: {_first_line(error)}"
@@ -150,6 +153,26 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
         raise DataError(
             f"{path} can't be read as CSV after line {lines.line_num}: {_first_line(error)}; store the file as UTF-8"
         ) from None
+
+
+def _empty_columns(file: IO[bytes]) -> set[int]:
+    """Places of the columns in which no row has a value: a header alone says nothing. The rows after those in which
+    every column has had one aren't looked at."""
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    empty: set[int] | None = None
+    try:
+        for cells in csv.reader(text, strict=True):
+            if empty is None:
+                empty = set(range(len(cells))) if cells else None
+            else:
+                empty -= {place for place, cell in enumerate(cells) if cell.strip()}
+                if not empty:
+                    break
+    except (csv.Error, UnicodeDecodeError):
+        pass  # Whoever reads the rows is told of it.
+    finally:
+        text.detach()  # It would close the file.
+    return empty or set()
 
 
 def _json(path: Path, file: IO[bytes]) -> Iterator[Raw]:

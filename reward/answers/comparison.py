@@ -26,7 +26,7 @@ from .numbers import NUMBER_WORDS, read_number, same_number
 from .quantities import same_quantity
 from .spelling import WRAPPER, canonical, normalise
 from .texts import MAX_GOLD, WORDS, Answer, Gold, read_answer, read_gold, same_words, spelled
-from .units import NO_UNIT
+from .units import DENYING, NO_UNIT
 
 Engine = Callable[[Answer, Gold], bool | None]
 """Whether an answer is right; None if the engine can't tell."""
@@ -73,9 +73,10 @@ def decide(answer: str | None, gold_text: str, by: Mode) -> Decision | None:
     if "</answer>" in answer:
         return _decision(False, "tag")
     if by.compare == "exact":
-        same = canonical(normalised).casefold() == gold.canonical.casefold()
+        same = canonical(normalised).casefold() == _stated(gold).casefold()
         return _decision(same, "text")
-    if canonical(normalised) == gold.canonical:
+    # Some modes leave the words around an answer's value in.
+    if canonical(normalised) in (gold.canonical, _stated(gold)):
         return _decision(True, "text")
     ours = read_answer(answer, normalised, gold, by)
     for how, engine in ENGINES:
@@ -83,6 +84,10 @@ def decide(answer: str | None, gold_text: str, by: Mode) -> Decision | None:
         if right is not None:
             return _decision(right, how)
     return None
+
+
+def _stated(gold: Gold) -> str:
+    return gold.canonical if gold.stated == gold.text else canonical(normalise(gold.stated))
 
 
 def _decide_any(answer: str | None, golds: tuple[str, ...], by: Mode) -> Decision | None:
@@ -128,7 +133,7 @@ def question(answer: str | None, gold_text: str, by: Mode) -> Question:
 
 def _decide_choice(answer: str | None, gold: Gold) -> Decision:
     try:
-        same = compare_options(answer, gold.text)
+        same = compare_options(answer, gold.stated)
     except ValueError:
         return _GOLD_EMPTY
     return _UNPARSABLE if same is None else _decision(same, "letter")
@@ -300,9 +305,19 @@ def _parts(answer: Answer, gold: Gold) -> bool | None:
     return False if one_number and structure.is_plain_list(ours) else None
 
 
+_IN_A_ROW = re.compile(r"(?:[A-Za-z] ?= ?)?-?\d[\d.]*(?: \d[\d.]*)+")
+
+
+def _row(answer: Answer, gold: Gold) -> bool | None:
+    """Refuses numbers with nothing but blanks between them, which math-verify would add: "4 2" isn't 6."""
+    in_a_row = answer.number is None and _IN_A_ROW.fullmatch(answer.normalised) is not None
+    return False if in_a_row and not _IN_A_ROW.fullmatch(gold.normalised) else None
+
+
 # --- words and letters -----------------------------------------------------------------------
 
 _TEXTS = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox|textnormal)\s*\{([^{}]*)\}")
+_ONLY_TEXTS = re.compile(rf"(?:{_TEXTS.pattern}\s*){{2,9}}")
 _JOINERS = re.compile(r"[\s,;]*(?:and|or)?[\s,;]*", re.IGNORECASE)
 _HEDGES = re.compile(
     r"\b(?:or|either|maybe|perhaps|possibly|versus|vs|not|unless|otherwise|at (?:least|most))\b",
@@ -333,7 +348,9 @@ def _hedge(answer: Answer, gold: Gold) -> bool | None:
             continue
         if words in gold.normalised:
             continue
-        if _VALUE_IN_WORDS.search(words) or _HEDGES.search(words) or NO_UNIT.match(words):
+        if _VALUE_IN_WORDS.search(words) or NO_UNIT.match(words):
+            return False
+        if _HEDGES.search(words) or DENYING.search(words):
             return False
         if _between_numbers(answer.normalised, match):
             return False
@@ -360,6 +377,9 @@ def _letter(answer: Answer, gold: Gold) -> bool | None:
 def _words(answer: Answer, gold: Gold) -> bool | None:
     if gold.words is None:
         return True if same_words(answer.normalised, gold.normalised) else None
+    if _ONLY_TEXTS.fullmatch(answer.normalised):
+        # math-verify would drop all but the first.
+        return spelled(_TEXTS.sub(r"\1", answer.normalised).strip(" .,;:")) == gold.words
     if spelled(answer.normalised) == gold.words:
         return True
     return False if answer.number is not None or WORDS.fullmatch(answer.normalised) else None
@@ -388,6 +408,7 @@ ENGINES: tuple[tuple[str, Engine], ...] = (
     ("ratio", _ratio),
     ("base", _base),
     ("parts", _parts),
+    ("row", _row),
     ("hedge", _hedge),
     ("letter", _letter),
     ("words", _words),

@@ -12,8 +12,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from ..reading.extraction import DENIALS
 from .tolerances import is_rounding
-from .units import FRACTION_UNIT, LETTERS, NO_UNIT, UNIT_WORDS
+from .units import DENYING, FRACTION_UNIT, LETTERS, NO_UNIT, UNIT_WORDS
 
 MAX_CHARACTERS = 400
 """Longer texts aren't plain numbers (reading a number takes under 50 microseconds)."""
@@ -35,7 +36,7 @@ class PlainNumber:
 
 
 _UNSIGNED = (
-    r"(?:(?P<grouped>[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+)|(?P<whole>\d+))?"
+    r"(?:(?P<grouped>[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d{0,2}(?: \d{3})+|[1-9]\d{0,2}(?:\.\d{3}){2,}(?!\d))|(?P<whole>\d+))?"
     r"(?:(?P<point>[.,])(?P<places>\d*))?"
 )
 _DECIMAL = re.compile(
@@ -76,7 +77,7 @@ _MORE_THAN_UNITS = re.compile(
     r"\b[ap]\.?m\b|\b(?:or|and|not|than|maybe|perhaps|possibly|but|if|least|most|otherwise)\b", re.I
 )
 _DEGREES = re.compile(r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|°)\s*[CF]?$")
-_WORD_UNITS = re.compile(rf"\s*{UNIT_WORDS}", re.IGNORECASE)
+_WORD_UNITS = re.compile(rf"\s*(?<![A-Za-z]){UNIT_WORDS}", re.IGNORECASE)
 _LETTER_UNIT = re.compile(rf"(?<![A-Za-z]) ?[{LETTERS}](?: ?\^ ?(?:\{{ ?[23] ?\}}|[23]))?$")
 _RATE = re.compile(
     r"\s*\bper (?!cent\b)[A-Za-z]{1,12}\.?$|\s*\\text ?\{ ?per (?!cent\b)[A-Za-z]{1,12} ?\}$"
@@ -84,7 +85,16 @@ _RATE = re.compile(
     rf"|(?<=[A-Za-z}}]) ?/ ?{UNIT_WORDS}",
     re.IGNORECASE,
 )
-_NOUNS = re.compile(r" (?P<words>[A-Za-z]{3,}(?: (?:[a-z]{3,}|of|per|in)){0,3})\.?$")
+_NOUNS = re.compile(
+    r" (?P<words>[A-Za-z\u00c0-\u024f]{3,}(?: (?:[a-z\u00c0-\u024f]{3,}|of|per|in)){0,3})\.?$"
+)
+_HAN = re.compile(
+    r"(?P<number>[^\u4e00-\u9fff]*)(?P<scale>[百千万亿](?![分米克瓦]))?(?P<unit>[\u4e00-\u9fff]{0,4})"
+)
+"""A number with a Chinese scale, unit or measure word: 5厘米, 5个, 3万元."""
+_HAN_SCALES = {None: 1, "百": 10**2, "千": 10**3, "万": 10**4, "亿": 10**8}
+_HAN_CHANGING = re.compile("[百十万亿半成倍折以或至到余多不非没无约近超少上下错假是]")
+"""Of these characters, a scale, a half, a comparison or a denial makes another value of the number."""
 # fmt: off
 NUMBER_WORDS = {word: value for value, word in enumerate((
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
@@ -111,8 +121,9 @@ _NO_NOUNS = re.compile(
     rf"\b(?:{_NUMBER_WORD}|or|and|nor|not|than|maybe|perhaps|possibly|but|if|when|where|plus|minus|mod|modulo"
     r"|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tens|tenths?"
     r"|(?:hundred|thousand|million|billion|trillion)(?:th)?s?|dozens?|base|least|most|more|less|fewer|pi|sqrt|sin"
+    r"|hundert|tausend|million(?:en|es)|milliarden?|billionen|mill?e|mil|milliards?|prozent|dutzend|halbe|drittel|viertel|hoch"
     r"|cos|tan|log|exp|alpha|beta|theta|over|divided|doubled|tripled|choose|percent|otherwise"
-    r"|except|unless|either|instead)\b",
+    rf"|{DENIALS}|unless|either|instead)\b",
     re.IGNORECASE,
 )
 _COMPARING = re.compile(r"\b(?:more|less|fewer|over)\b", re.IGNORECASE)
@@ -177,6 +188,8 @@ def _dressed(text: str) -> PlainNumber | None:
             return dataclasses.replace(
                 number, value=number.value * factor, unit=number.unit * factor
             )
+    if "\u4e00" <= body[-1:] <= "\u9fff":
+        return _with_han(body)
     for _ in range(3):
         for unit in (FRACTION_UNIT, _TEXT_UNIT, _DEGREES, _WORD_UNITS):
             match = unit.search(body)
@@ -185,6 +198,7 @@ def _dressed(text: str) -> PlainNumber | None:
                 if (
                     any(c.isdigit() for c in words)
                     or _MORE_THAN_UNITS.search(words)
+                    or DENYING.search(words)
                     or NO_UNIT.match(words)
                 ):
                     # "5 \text{ or } 6", "5\text{ squared}" and times of day are more than a number with its unit.
@@ -199,6 +213,15 @@ def _dressed(text: str) -> PlainNumber | None:
             return None
         body = body[: nouns.start()]
     return _bare(body)
+
+
+def _with_han(text: str) -> PlainNumber | None:
+    match = _HAN.fullmatch(text)
+    number = _bare(match["number"].rstrip()) if match is not None else None
+    if match is None or number is None or _HAN_CHANGING.search(match["unit"]):
+        return None
+    factor = _HAN_SCALES[match["scale"]]
+    return dataclasses.replace(number, value=number.value * factor, unit=number.unit * factor)
 
 
 def with_letter_unit(text: str) -> PlainNumber | None:
@@ -271,10 +294,11 @@ def _decimal(match: re.Match[str]) -> PlainNumber | None:
     if grouped is None and whole is None and not places:
         return None
     comma = match.group("point") == ","
-    if comma and (grouped is not None or whole is None or not places):
-        # "1,234,5" and "1," aren't numbers.
-        return None
-    digits = (grouped or whole or "0").replace(",", "").replace(" ", "")
+    if comma and (not (grouped or whole) or not places):
+        return None  # "1,"
+    if grouped is not None and match.group("point") is not None and match.group("point") in grouped:
+        return None  # Neither "1,234,5" nor "1.234.567.8" is a number.
+    digits = re.sub("[., ]", "", grouped or whole or "0")
     places = places or ""
     unit = Fraction(1, 10 ** len(places))
     exponent = match.group("e") or match.group("ten") or match.group("ten1") or match.group("ten2")

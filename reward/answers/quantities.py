@@ -42,7 +42,7 @@ _UNIT = (
 _NAME = re.compile(r"(?P<name>[A-Za-z](?:_\{?\w{1,3}\}?)?) ?(?:=|\\approx) ?(?=[^=<>]+$)")
 _FACTOR = re.compile(rf"(?P<rest>.*(?:\\pi|\\sqrt|\\frac).*?){_UNIT}\s*")
 _PART = re.compile(rf"\s*(?:,|and|\\text\s*\{{\s*and\s*\}})?\s*{_NUMBER}{_UNIT}\s*")
-_MONEY = re.compile(r"(?P<before>[$€£¥₹])?\s*(?P<number>\d[\d,]*(?:\.\d+)?)\s*(?P<behind>[€£¥₹])?")
+_MONEY = re.compile(r"(?P<before>[$€£¥₹])?\s*(?P<number>\d(?:[\d.,]*\d)?)\s*(?P<behind>[€£¥₹])?")
 _CURRENCIES = {"$": "money1", "€": "euros1", "£": "pounds1", "¥": "yuan1", "₹": "rupees1"}
 _DEGREES = r"(?:(?:\^\s*\{?\s*\\circ\s*\}?|degrees?)\s*)?"
 _TEMPERATURE = re.compile(

@@ -78,8 +78,18 @@ _COMMANDS = {
 _COMMAND = re.compile(r"\\(?:left|right)\s*\.|\\(?:[A-Za-z]+|.)", re.DOTALL)
 _THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|\\thinspace ?|,\s?\\!\s?|\\!\s?,\s?)(?=\d{3}(?!\d))")
 _LINE_SKIP = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm)\s*\]")
+_TEXT_COMMA = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*([,;])\s*\}")
 _TEXT_MINUS = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*[-\u2212\u2013]\s*\}")
 _UPRIGHT = re.compile(r"\\(?:mathrm|text|mathbf|textrm)\s*\{\s*([ie])\s*\}|\\mathbf\s([ie])\b")
+_ROMAN = re.compile(r"\{\s*\\rm(?![A-Za-z])\s*(?=[^\s{])|\\rm\s*\{")
+"""``{\\rm cm}`` and ``\\rm{cm}``, which are ``\\mathrm{cm}``."""
+_ROMAN_END = re.compile(r"\\rm\s+(?P<unit>[A-Za-z][^\\{}$]*)$")
+_BRACED_UNIT = re.compile(
+    r"(?<=[\d ])\{\s*(?P<unit>\\(?:mathrm|text)\s*\{[^{}]*\})\s*\}(?=(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?\.?\s*$)"
+)
+_SPACING = re.compile(
+    r"\\[hm]?(?:space|skip|kern)\*?\s*(?:\{[^{}]*\}|-?[\d.]+\s*(?:pt|em|ex|mm|cm|mu))"
+)
 _FUNCTION = re.compile(
     r"\\(?:operatorname\s*\*?|mathrm|text|textrm)\s*\{\s*"
     r"(?P<name>(?:arc)?(?:sin|cos|tan)|cot|csc|(?:sin|cos|tan)h|ln|log)\s*\}(?=\s*[(\[{^_\\A-Za-z\d])"
@@ -231,9 +241,14 @@ def plain(text: str) -> str:
         elif text.endswith("\\"):
             # A trailing "\\ " that has lost its blank.
             text = text[:-1]
+        if "\\rm" in text:
+            text = _ROMAN_END.sub(r"\\mathrm{\g<unit>}", _ROMAN.sub(r"\\mathrm{", text))
+        if "\\hs" in text or "\\ms" in text or "kern" in text:
+            text = _SPACING.sub(" ", text)
         if "\\text" in text or "\\math" in text or "\\mbox" in text:
-            text = _TEXT_MINUS.sub("-", text)
+            text = _TEXT_COMMA.sub(r"\1 ", _TEXT_MINUS.sub("-", text))
             text = _UPRIGHT.sub(r" \1\2 ", text)
+            text = _BRACED_UNIT.sub(r"\g<unit>", text)
         if "{" in text:
             text = _FUNCTION.sub(r"\\\g<name> ", text)
         if "\\not" in text:
@@ -305,8 +320,8 @@ def _round(match: re.Match[str]) -> str:
 _DOLLARS_THEN_UNIT = re.compile(r"^\$([^$]+)\$\s*(%|[A-Za-z]+)$")
 _BLANKS = re.compile(r"\s+")
 WRAPPER = re.compile(
-    r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|textnormal|mbox|boxed|fbox|boldsymbol|bf|rm"
-    r"|underline|displaystyle)\s*\{"
+    r"\\(?:text|textbf|textrm|textit|textsf|mathrm|mathbf|mathsf|textnormal|mbox|boxed|fbox|boldsymbol|bm|bf|rm"
+    r"|emph|ensuremath|underline|displaystyle)\s*\{"
 )
 """A command that only styles what its braces hold."""
 _SWITCH = re.compile(r"\\(?:bf|it|rm|sf|tt|bfseries|itshape)(?![A-Za-z]|\s*\{)\s*")

@@ -32,7 +32,9 @@ _TOGETHER = re.compile(r"\((?P<names>[^()=]+)\)\s*=\s*(?P<values>\(.+\))")
 """``(x,y) = (1,2)``"""
 _COORDINATES = (["x", "y"], ["x", "y", "z"])
 """Names of which everybody knows the order in a tuple."""
-_DOTS = re.compile(r"(?<![\d ])\s*(?:\\(?:l|c|v|d)?dots(?![A-Za-z])|\.\.\.)")
+_DOTS = re.compile(r"\s*(?:\\(?:l|c|v|d)?dots(?![A-Za-z])|\.\.\.)")
+_DECIMAL_DOTS = re.compile(rf"(?:(?<!\d)\d*\.\d+|^-?\d+,\d+){_DOTS.pattern}")
+"""Dots behind a decimal say that its digits go on."""
 _LABEL = re.compile(r"[A-Z]'? ?(?=\()")
 _INFINITIES = {"\\infty": 1, "+\\infty": 1, "-\\infty": -1}
 
@@ -51,7 +53,7 @@ def join_thousands(text: str) -> str:
 
 def has_dots(text: str) -> bool:
     """Whether a text goes on without end, or leaves something out."""
-    return _DOTS.search(text) is not None
+    return _DOTS.search(_DECIMAL_DOTS.sub("", text)) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +297,7 @@ def compare_collections(answer: Collection, gold: Collection) -> bool | None:
             return None
     elif _names_several(their_names):
         return None
-    elif _names_several(our_names) and not answer.kind:
+    elif _names_several(our_names) and not answer.kind and gold.kind in ("", "()", "{"):
         return _ordered(ours, theirs) or None
     if answer.kind == gold.kind and len(answer.kind) == 2:
         return _ordered(ours, theirs)
@@ -375,19 +377,24 @@ _MONTH = r"(?P<month>[A-Za-z]{3,9})\.?"
 _DAY = r"(?P<day>\d{1,2})(?:st|nd|rd|th)?"
 _DATES = (
     re.compile(rf"{_MONTH} {_DAY}(?:,? (?P<year>\d{{4}}))?"),
-    re.compile(rf"{_DAY} (?:of )?{_MONTH}(?:,? (?P<year>\d{{4}}))?"),
+    re.compile(rf"(?:the )?{_DAY} (?:of )?{_MONTH}(?:,? (?P<year>\d{{4}}))?"),
 )
+_ISO_DATE = re.compile(r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)")
 
 
 def date(text: str) -> tuple[int, int, int | None] | None:
-    """(month, day, year) for ``July 4, 1776`` and ``4 July 1776``, with None for a missing year; else None."""
+    """(month, day, year) for ``July 4, 1776``, ``4 July 1776`` and ``1776-07-04``, with None for a missing year; else None."""
+    iso = _ISO_DATE.fullmatch(text)
+    if iso is not None:
+        month, day = int(iso["month"]), int(iso["day"])
+        return (month, day, int(iso["year"])) if 1 <= month <= 12 and 1 <= day <= 31 else None
     for pattern in _DATES:
         match = pattern.fullmatch(text)
         if match is None:
             continue
-        name = match["month"].lower()
-        for number, month in enumerate(_MONTHS, 1):
-            if name in (month, month[:3], month[:4]) and 1 <= int(match["day"]) <= 31:
+        written = match["month"].lower()
+        for number, name in enumerate(_MONTHS, 1):
+            if written in (name, name[:3], name[:4]) and 1 <= int(match["day"]) <= 31:
                 return number, int(match["day"]), int(match["year"]) if match["year"] else None
     return None
 

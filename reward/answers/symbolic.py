@@ -58,7 +58,7 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
 from . import rounded
-from .latex import prepare
+from .latex import in_radians, prepare
 from .spelling import plain
 from .structure import as_tuples, pairs_by_name
 from .tolerances import DECIMAL, FLOAT_EQUAL, PERCENT, close
@@ -93,6 +93,9 @@ _AND = re.compile(r"\band\b|\\cap|\\land|\\wedge")
 _OR = re.compile(r"\bor\b|\\cup")
 
 
+_DEGREES_IN_WORDS = re.compile(r"(?<=\d)\s*(?:\\(?:text|mathrm)\s*\{\s*degrees?\s*\}|degrees?\b)")
+
+
 def _parse(text: str) -> list[Any]:
     parsed: list[Any] = parse(
         f"${prepare(text)}$",
@@ -120,7 +123,7 @@ def compare(answer: str, gold: str) -> str:
     by_name = _by_name(answer, gold)
     if by_name is not None:
         return by_name
-    answer, gold = as_tuples(answer, gold)
+    answer, gold = _in_one_angle(*as_tuples(answer, gold))
     golds = _parse_gold(gold)
     if not golds:
         return GOLD_UNPARSABLE
@@ -145,6 +148,20 @@ def compare(answer: str, gold: str) -> str:
     if equal and _wrongly_rounded(answer, gold, golds, answers):
         equal = False
     return CORRECT if equal else WRONG
+
+
+def _in_one_angle(answer: str, gold: str) -> tuple[str, str]:
+    """Both in radians, where one has degrees and the other multiples of pi. Thus 30 is right for 30 degrees, and not for
+    pi/6, alone as well as in a list or tuple."""
+    ours, theirs = (_DEGREES_IN_WORDS.sub(r"^\\circ", plain(text)) for text in (answer, gold))
+    degrees, multiples = "circ" in ours, "\\pi" in ours
+    if (
+        "cis" in ours
+        or degrees == multiples
+        or ("circ" in theirs, "\\pi" in theirs) != (multiples, degrees)
+    ):
+        return answer, gold
+    return (in_radians(ours), gold) if degrees else (answer, in_radians(theirs))
 
 
 def _in_one_case(golds: list[Any], answers: list[Any]) -> tuple[list[Any], list[Any]]:

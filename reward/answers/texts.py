@@ -24,8 +24,10 @@ MAX_GOLD = 4_000
 class Gold:
     """A gold answer read once; a group grades all its samples against one."""
 
+    stated: str
+    """What the data set states: its text, its box or its formula."""
     text: str
-    """The text to compare: the data set's text, its box or its formula."""
+    """The text to compare: the same without the words around its value, as they are left out of an answer."""
     normalised: str
     """The text without what encloses it, in one spelling (:func:`~tandem.reward.answers.spelling.normalise`)."""
     canonical: str
@@ -59,9 +61,12 @@ def read_gold(gold: str) -> Gold:
         text = extraction.hashes(text) or text
     elif len(text) > 60 and extraction.anchored(text) and " " in text and "$" in text:
         text = extraction.anchored(text) or text
+    stated = text
+    text = extraction.refine(text)
     normalised = normalise(text)
     number = read_number(_value_of(normalised) or normalised)
     return Gold(
+        stated=stated,
         text=text,
         normalised=normalised,
         canonical=canonical(normalised),

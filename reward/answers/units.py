@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 
+from ..reading.extraction import DENIALS
+
 # fmt: off
 _MEASURES = {
     "length": {
@@ -80,6 +82,11 @@ NO_UNIT = re.compile(
     re.IGNORECASE,
 )
 """Words that begin like a unit and make another value of the number before them."""
+DENYING = re.compile(
+    rf"\b(?:{DENIALS})\b|n't|\?|(?:\b(?:is|are|was|were) |\()(?:wrong|incorrect|false)\b",
+    re.IGNORECASE,
+)
+"""Words behind a value that deny it."""
 FRACTION_UNIT = re.compile(rf"\s*\\frac\s*\{{{_UPRIGHT}\}}\s*\{{{_UPRIGHT}\}}$")
 """``\\frac{\\text{m}}{\\text{s}^2}`` at the end of a text."""
 

@@ -20,6 +20,7 @@ from .formula import (
     same_value,
 )
 from .spelling import normalise
+from .structure import collection
 from .tolerances import FLOAT_APART, FLOAT_EQUAL
 
 _PROSE = re.compile(r"(?:\\text\s?\{)?[A-Za-z][A-Za-z ,.;:'-]*\}?")
@@ -168,6 +169,11 @@ def same(answer: str, gold: str) -> bool | None:
         spans, given_spans = read_spans(gold), read_spans(answer)
         if spans is not None and given_spans is not None:
             return _same_spans(given_spans, spans)
+        listed = collection(answer)
+        if spans is not None and listed is not None and not listed.kind:
+            # Intervals joined by "or" or a comma; joined by "and" too, as many write.
+            given_spans = read_spans("\\cup".join(listed.parts))
+            return (given_spans is not None and _same_spans(given_spans, spans)) or None
     return None
 
 

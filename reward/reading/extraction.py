@@ -48,13 +48,18 @@ _INTRODUCED = re.compile(
 """``\\text{The answer is }`` before the value of a box."""
 _LEAD = re.compile(
     r"[^\d$\\{}]{0,300}(?:\b(?:is|are|was|were|be|equals?(?: to)?|gives?|makes?|costs?|has|have|gets?|needs?|takes?|answer"
-    r"|so|thus|hence|therefore)\b|[A-Za-z]{2}\s?[:=])\s*(?=\S)",
+    r"|so|thus|hence|therefore)\b\s?:?|[A-Za-z]{2}\s?[:=])[\s*]*(?=\S)",
     re.I,
 )
 """Words that a verb or a colon ends, directly in front of what they introduce."""
 _VALUE = re.compile(r"[-+−]?\s?(?:\\?[$€£¥]\s?)?\.?\d|\\(?:[dt]?frac|sqrt)(?![A-Za-z])")
 """How a value begins that isn't between math delimiters."""
-_HEDGING = re.compile(r"\b(?:not|or|either|neither|if|when|unless)\b|n't", re.I)
+DENIALS = r"never|cannot|except|impossible"
+"""Words that deny a value, beside "not". "Wrong" alone doesn't: there may be 5 wrong answers."""
+_HEDGING = re.compile(
+    rf"\b(?:not|or|either|neither|if|when|unless|{DENIALS}|(?:wrong|incorrect)(?!\s+\w+s\b))\b|n't",
+    re.I,
+)
 _CORRECTING = re.compile(
     r"\b(?:no|not|but|wait|actually|instead|rather|wrong|sorry|mistake|correct(?:ed|ion)?|so|then|is"
     r"|therefore|hence|thus|should|final|answer|which|since|because|now|check(?:ing)?)\b",
@@ -98,9 +103,9 @@ _NUMBER = re.compile(
 )
 _LABELLED = re.compile(r"[^\W\d]{2,20}\s?:\s?[^:]{1,40}")
 _TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
-_CLOSING = re.compile(
-    r"\s{0,9}(?:\.?\s{0,9}I hope (?:it is|it's) correct\b.*|<\|.*|</answer>.*|\*\*)$", re.I | re.S
-)
+_HOPING = r"\.?\s{0,9}I hope (?:it is|it's) correct\b.*"
+_CLOSING = re.compile(rf"\s{{0,9}}(?:{_HOPING}|<\|.*|</answer>.*|\*\*)$", re.I | re.S)
+_HOPE = re.compile(_HOPING, re.I | re.S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +339,7 @@ def first_value(text: str) -> str | None:
 
 
 def refine(content: str) -> str:
-    """The value of a box (or tag) that holds prose: ``The sum is $x+1$`` gives ``x+1``.
+    """The value of a box, a tag or a gold answer that is prose: ``The sum is $x+1$`` gives ``x+1``.
 
     Only words in front of a value that a verb or a colon introduces are dropped, since others may make
     another value of it ("at most 5"). What follows it stays: it may be its unit or its scale ("3 million").
@@ -352,7 +357,7 @@ def refine(content: str) -> str:
         return content
     lead = _LEAD.match(content)
     if lead is not None and not _HEDGING.search(lead[0]) and not _JOINING_WORD.search(lead[0]):
-        rest = content[lead.end() :]
+        rest = _HOPE.sub("", content[lead.end() :])
         begins = _MATH.match(rest) or _VALUE.match(rest)
         if _words(rest) == 0 or (begins and not _JOINING_WORD.search(_NUMBER.sub(" ", rest))):
             content = rest

@@ -17,7 +17,7 @@ from ...common.errors import ConfigError
 from . import extraction, options
 from .extraction import Extraction, find
 
-GRADER_VERSION = 13
+GRADER_VERSION = 14
 """Increased whenever a verdict may change, so that stored samples can be graded again.
 tests/reward/answers/test_version.py notices changed verdicts and says what to do."""
 

@@ -11,8 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
+from tandem.common.run_folder import RunFolder
 from tandem.launch.cli import main
+from tandem.launch.ingest.prepare import prepare
+from tandem.launch.run.opened.presets import load
 from tandem.replay.forms import FORMS, read_rows
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -439,6 +443,41 @@ def test_tokens_are_counted_by_a_models_tokenizer(
     (found,) = report(capsys, "a.jsonl", "--model", "miniature")
     assert found["lengths"]["prompt"]["p50"] == 3
     assert found["lengths"]["response"]["p100"] == 7  # With the end token.
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"expert": {"per_group": 1}},
+        {"expert": {"per_group": 0}},
+        {"learner": {"source": "offline", "objective": {"name": "sft"}}},
+    ],
+    ids=["with traces", "without traces", "offline"],
+)
+def test_with_a_preset_rows_are_counted_as_its_run_counts_them(
+    settings: dict[str, Any], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": "1+1=?", "response": "2. \\boxed{2}", "gold": "2"},
+        {"prompt": "1+2=?", "response": "4. \\boxed{4}", "gold": "3"},
+        {"prompt": "1+3=?", "response": "4. \\boxed{4}"},
+        {"prompt": "1+4=?", "response": "5. \\boxed{5}", "gold": "\\frac{"},
+        {"prompt": "1+5=?" * 400, "response": "\\boxed{6}", "gold": "6"},
+        {"prompt": "1+6=?", "response": "\\boxed{7}" * 400, "gold": "7"},
+    ]
+    write_lines(here / "a.jsonl", rows)
+    preset = {
+        "run": {"steps": 1},
+        "model": {"path": "miniature"},
+        "data": {"train": [{"path": str(here / "a.jsonl")}], "max_prompt_tokens": 32},
+        "rollout": {"max_new_tokens": 54},
+        **settings,
+    }
+    (here / "p.yaml").write_text(yaml.safe_dump(preset))
+    (found,) = report(capsys, "a.jsonl", "--preset", "p.yaml")
+    counts = prepare(load("p.yaml").resolve([]), RunFolder(here / "run")).counts["a"]
+    assert found["left_out"] == {what: number for number, what in counts.left_out() if number}
+    assert (found["rows"], found["kept"]) == (counts.seen, counts.problems)
 
 
 def test_hostile_texts_leave_the_terminal_alone(

@@ -217,7 +217,7 @@ def test_csv_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
         list(files_module.raw_rows(path))
     # Spreadsheets write columns without a name behind the others.
     path.write_text("question,answer,,\n1+1?,2,,\n")
-    assert list(files_module.raw_rows(path)) == [{"question": "1+1?", "answer": "2", "": None}]
+    assert list(files_module.raw_rows(path)) == [{"question": "1+1?", "answer": "2"}]
 
 
 def test_a_field_of_csv_may_be_long_and_one_that_is_too_long_is_told_by_its_line(
@@ -263,6 +263,24 @@ def test_an_empty_cell_of_csv_is_no_value(
     (tmp_path / "a.csv").write_text(text)
     (row,) = read_rows(tmp_path / "a.csv")
     assert (row.content.gold, row.content.target, row.content.extra) == (gold, target, {})
+
+
+def test_a_column_of_csv_that_is_empty_in_all_rows_is_absent(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,completion,label\n2+2?,4,\n2+3?,5, \n2+4?,6\n")
+    contents = [row.content for row in read_rows(path)]
+    assert [(one.target, one.label) for one in contents] == [("4", None), ("5", None), ("6", None)]
+    # Of a file with some labels, the rows without one aren't learned from as wanted ones.
+    path.write_text("prompt,completion,label\n" + "2+2?,4,\n" * 100 + "2+2?,5,False\n")
+    left_out = LeftOut()
+    assert [row.content.label for row in read_rows(path, left_out=left_out)] == [False]
+    assert left_out.counts == {"label isn't true or false": 100}
+    # What is wrong further down is told where it stands.
+    path.write_text('question,answer,note\n1+1?,2,\n"1+2?,3,\n')
+    rows = files_module.raw_rows(path)
+    assert next(rows) == {"question": "1+1?", "answer": "2"}
+    with pytest.raises(DataError, match=r"a\.csv line 3 can't be read as CSV"):
+        next(rows)
 
 
 def test_a_folder_is_all_data_files_in_it_csv_too(tmp_path: Path) -> None:

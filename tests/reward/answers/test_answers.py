@@ -112,7 +112,7 @@ def test_what_is_no_plain_number_is_left_to_others(text: str) -> None:
         ("odd", "\\text{Even}", "wrong"),
         ("veEn", "\\text{Even}", "wrong"),
         ("( 1 , 2 )", "(1,2)", "correct"),
-        ("1 2", "12", None),
+        ("1 2", "12", "wrong"),
         ("x = 3, y = 5", "5", None),
         ("", "5", "unparsable"),
         ("5", "", "gold_unparsable"),
@@ -506,3 +506,186 @@ def test_rows_that_are_no_solution_stay_a_system() -> None:
     twice = "\\begin{cases}x=1\\\\x=2\\end{cases}"
     assert spelling.plain(pieces) == pieces
     assert spelling.plain(twice) == twice
+
+
+def _is_right(answer: str, gold: str) -> bool:
+    """The verdict on a boxed answer."""
+    read = BOXED.read(f"so</think> It is \\boxed{{{answer}}}.", "", False).answer
+    assert read is not None
+    found = decided(read, gold)
+    return (found or symbolic.compare(read, spelled_gold(gold))) == "correct"
+
+
+def spelled_gold(gold: str) -> str:
+    return comparison.question("", gold, BOXED).gold
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("The answer cannot be 5", "5", False),
+        ("It is impossible that x is 5", "5", False),
+        ("The wrong answer is 5", "5", False),
+        ("\\text{The incorrect result is }5", "5", False),
+        ("5\\text{ is wrong}", "5", False),
+        ("5\\text{ is impossible}", "5", False),
+        ("5\\text{ (incorrect)}", "5", False),
+        ("5\\text{? no}", "5", False),
+        ("5 never", "5", False),
+        ("\\text{It cannot be } 5", "5", False),
+        ("The answer is never 5", "5", False),
+        ("Everything except 5", "5", False),
+        ("5 is wrong", "5", False),
+        # Words that answers have, too.
+        ("The number of wrong answers is 5", "5", True),
+        ("5\\text{ wrong answers}", "5", True),
+        ("5 incorrect answers", "5", True),
+        ("5 apples left", "5", True),
+        ("The least value is 5", "5", True),
+        ("Half of it is 5", "5", True),
+    ],
+)
+def test_a_value_that_is_denied_is_not_given(answer: str, gold: str, right: bool) -> None:
+    assert _is_right(answer, gold) is right
+
+
+@pytest.mark.parametrize(
+    "gold", ["5", "5\\text{ cm}", "5\\,{\\rm cm}", "5\\ \\rm{cm}", "{\\rm 5\\,cm}"]
+)
+def test_units_in_roman_letters_are_units(gold: str) -> None:
+    forms = (
+        "5\\,{\\rm cm}",
+        "5\\ \\rm{cm}",
+        "{\\rm 5\\,cm}",
+        "5\\ \\rm cm",
+        "5\\,{\\mathrm{cm}}",
+        "5\\hspace{2pt}\\text{cm}",
+    )
+    for form in (*forms, "5\\text{ cm}", "5"):
+        assert _is_right(form, gold)
+        assert not _is_right(form.replace("5", "6"), gold)
+    assert not _is_right("5x\\,{\\rm cm}", gold)
+    if "cm" in gold and "{\\rm 5" not in gold:
+        assert not _is_right("5\\,{\\rm m}", gold)
+        assert _is_right("50\\,{\\rm mm}", gold)
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("(2,\\frac{\\pi}{6})", "(2,30^\\circ)", True),
+        ("(2,30^\\circ)", "(2,\\frac{\\pi}{6})", True),
+        ("(2,\\pi/6)", "(r,\\theta)=(2,30^\\circ)", True),
+        ("(\\sqrt{12},30^\\circ)", "(2\\sqrt3,\\frac{\\pi}{6})", True),
+        ("(2,60^\\circ)", "(2,\\frac{\\pi}{6})", False),
+        ("\\frac{\\pi}{6},\\frac{5\\pi}{6}", "30^\\circ,150^\\circ", True),
+        ("30\\text{ degrees}, 150\\text{ degrees}", "\\frac{\\pi}{6},\\frac{5\\pi}{6}", True),
+        ("\\frac{\\pi}{6}", "30^\\circ,150^\\circ", False),
+        ("90\\text{ degrees}", "\\frac{\\pi}{2}", True),
+        ("60\\text{ degrees}", "\\frac{\\pi}{2}", False),
+        # A plain number, alone and in a tuple.
+        ("30", "30^\\circ", True),
+        ("(2,30)", "(2,30^\\circ)", True),
+        ("30", "\\frac{\\pi}{6}", False),
+        ("(2,30)", "(2,\\frac{\\pi}{6})", False),
+    ],
+)
+def test_angles_are_compared_in_lists_as_they_are_alone(
+    answer: str, gold: str, right: bool
+) -> None:
+    assert _is_right(answer, gold) is right
+
+
+@pytest.mark.parametrize(
+    ("gold", "value"),
+    [
+        ("The answer is 5", "5"),
+        ("The answer is: 5.", "5"),
+        ("Answer: 5", "5"),
+        ("**Answer:** 5", "5"),
+        ("Final Answer: The final answer is $5$. I hope it is correct.", "5"),
+        ("She has 5 apples left.", "5"),
+        ("x = 5 apples", "5"),
+        ("2+3=<<2+3=5>>5\n#### The answer is 5", "5"),
+        ("Hence the area is $2\\sqrt{2}$ cm", "\\sqrt{8}"),
+        ("The function is $f(x)=x+1$", "1+x"),
+        ("The answer is (B)", "B"),
+        ("The answer is blue", "Blue"),
+        ("The function is even", "The function is even"),
+        ("At most 5", "At most 5"),
+        ('["The answer is 4", "Answer: 5"]', "5"),
+    ],
+)
+def test_words_around_the_value_of_a_gold_answer_are_left_out_as_in_a_box(
+    gold: str, value: str
+) -> None:
+    assert _is_right(value, gold)
+    assert not _is_right("6", gold)
+    if "#" not in gold and not gold.startswith("["):
+        assert _is_right(gold, gold)
+
+
+def test_a_gold_answer_keeps_its_words_where_answers_keep_theirs() -> None:
+    gold = "The answer is 5"
+    assert decided("The answer is 5", gold, "answer_tag") == "correct"
+    assert decided("5", gold, "answer_tag") == "correct"
+    assert decided("the answer is 5", gold, "exact") == "correct"
+    assert decided("5", gold, "exact") == "wrong"
+    assert decided("The mass is 5", "B) The mass is 5", "choice") == "correct"
+    assert decided("The mass is 5", "The mass is 5", "choice") == "correct"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        # math-verify adds numbers in a row.
+        ("4 2", "6", False),
+        ("4\\quad 2", "6", False),
+        ("x = 4 2", "6", False),
+        ("10 000", "10000", True),
+        ("4 2/3", "\\frac{14}{3}", True),
+        ("5...", "5", False),
+        ("1,2,3\\ldots", "\\{1,2,3\\}", False),
+        ("0.333\\ldots", "\\frac13", True),
+        ("\\text{ellipse}\\text{ but }\\text{circle}", "ellipse", False),
+        ("\\text{right}\\ \\text{triangle}", "\\text{right triangle}", True),
+        ("y=5, x=6", "[5,6]", False),
+        ("y=6, x=5", "(5,6)", True),
+        ("\\$1234.56", "€1.234,56", False),
+        ("1.234,56 €", "€1.234,56", True),
+        ("1.234.567", "1234567", True),
+        ("1 234,5", "1234.5", True),
+        ("1.234.567.8", "1234567.8", False),
+        ("1\\text{, }2\\text{, and }3", "\\{1,2,3\\}", True),
+        ("(-\\infty,0)\\text{ or }(2,\\infty)", "(-\\infty,0)\\cup(2,\\infty)", True),
+        ("(-\\infty,0),(2,\\infty)", "(-\\infty,0)\\cup(2,\\infty)", True),
+        ("(-\\infty,0),(3,\\infty)", "(-\\infty,0)\\cup(2,\\infty)", False),
+        ("1776-07-04", "July 4, 1776", True),
+        ("1776-04-07", "July 4, 1776", False),
+        ("the 4th of July 1776", "July 4, 1776", True),
+        ("\\bm{42}", "42", True),
+        ("\\ensuremath{42}", "42", True),
+    ],
+)
+def test_what_a_careful_teacher_would_say(answer: str, gold: str, right: bool) -> None:
+    assert _is_right(answer, gold) is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [("5个", 5), ("5厘米", 5), ("5千克", 5), ("3.5米", Fraction(7, 2)), ("1千", 1000), ("3万元", 30_000), ("1.5亿", 150_000_000),
+     ("5 Äpfel", 5), ("5 Stück", 5)],
+)  # fmt: skip
+def test_numbers_have_units_and_scales_in_other_languages(
+    answer: str, value: Fraction | int
+) -> None:
+    number = read_number(answer)
+    assert number is not None
+    assert number.value == value
+
+
+@pytest.mark.parametrize(
+    "text", ["5不对", "5个半", "5以上", "5百分", "5或6", "5 Millionen", "5 tausend", "5 Prozent"]
+)
+def test_words_of_other_languages_that_change_a_number_are_no_units(text: str) -> None:
+    assert read_number(text) is None
