@@ -140,10 +140,6 @@ class Ledger:
             self._order = self.settings.order()
         return self._order
 
-    def problem_id(self, group_id: str) -> str:
-        """The problem of a group."""
-        return self.problem_ids([group_id])[0]
-
     def problem_ids(self, group_ids: Sequence[str]) -> list[str]:
         """The problems of some groups."""
         return self._problems_at([Order.parse(group_id) for group_id in group_ids])
