@@ -172,19 +172,17 @@ def telling_parts(parts: Callable[[], Mapping[str, int]]) -> Iterator[None]:
 def kills(listed: Path = LISTED, root: Path = ROOT) -> int:
     """How often the kernel has killed a process for want of memory, by all counters that can be read: those
     of this process's control groups and the machine's."""
-    counted = [_counter(Path("/proc/vmstat"), "oom_kill")]
+    counted = [_oom_kills(Path("/proc/vmstat"))]
     for own, *_ in groups("memory", listed, root):
         # Of version 2, and of version 1.
-        counted += [
-            _counter(own / file, "oom_kill") for file in ("memory.events", "memory.oom_control")
-        ]
+        counted += [_oom_kills(own / file) for file in ("memory.events", "memory.oom_control")]
     return sum(counted)
 
 
-def _counter(file: Path, name: str) -> int:
-    """A counter in a file of lines ``name number``; 0 if it can't be read."""
+def _oom_kills(file: Path) -> int:
+    """The counter ``oom_kill`` in a file of lines ``name number``; 0 if it can't be read."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == ["oom_kill"]), 0)

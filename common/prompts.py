@@ -22,30 +22,12 @@ from .errors import DataError
 Int32Array = NDArray[np.int32]
 
 
-def render(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], data: DataConfig | None = None
-) -> tuple[str, Int32Array]:
-    """The text of :func:`render_text`, and its ``[P]`` token ids.
-
-    Raises:
-        DataError: no messages, a malformed message, or a prompt without tokens.
-    """
-    text = render_text(tokenizer, messages, data)
-    tokens = encode_prompts(tokenizer, [text], data)[0]
-    if len(tokens) == 0:
-        raise DataError(f"the prompt has no tokens after rendering: {text[:80]!r}")
-    return text, tokens
-
-
-def conversation(
-    messages: Sequence[Mapping[str, str]], data: DataConfig | None = None
-) -> list[dict[str, str]]:
+def conversation(messages: Sequence[Mapping[str, str]], data: DataConfig) -> list[dict[str, str]]:
     """The messages that a chat template gets: with the config's system prompt, or without the row's own.
 
     Raises:
         DataError: no messages, or a malformed one.
     """
-    data = data or DataConfig()
     turns = []
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
@@ -71,7 +53,7 @@ def with_system(turns: Sequence[dict[str, Any]], data: DataConfig) -> list[dict[
 def render_text(
     tokenizer: Any,
     messages: Sequence[Mapping[str, str]],
-    data: DataConfig | None = None,
+    data: DataConfig,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Renders a conversation as the prompt that the model continues.
@@ -80,7 +62,7 @@ def render_text(
         tokenizer: its chat template renders, unless ``data`` names another one; without one the
             contents are joined by line breaks.
         messages: ``{"role", "content"}`` each.
-        data: template, system prompt and prefill; None = the defaults.
+        data: template, system prompt and prefill.
         tools: tools that the tokenizer's own chat template shows, in OpenAI's form.
 
     Returns:
@@ -95,11 +77,10 @@ def render_text(
 def render_texts(
     tokenizer: Any,
     conversations: Sequence[Sequence[Mapping[str, str]]],
-    data: DataConfig | None = None,
+    data: DataConfig,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
     """As :func:`render_text`, for several conversations in one call of the chat template's."""
-    data = data or DataConfig()
     turns = [conversation(messages, data) for messages in conversations]
     template = templates.named(data.template)
     if template.text is not None:
@@ -142,12 +123,12 @@ def by_chat_template(
     return texts
 
 
-def beginning(tokenizer: Any, data: DataConfig | None = None) -> str:
+def beginning(tokenizer: Any, data: DataConfig) -> str:
     """The BOS token with which prompts begin if the tokenizer adds one by itself, as Llama's and Gemma's do.
 
     It is empty for other tokenizers, and for prompts of the tokenizer's own chat template, which writes what it needs.
     """
-    named = templates.named((data or DataConfig()).template)
+    named = templates.named(data.template)
     if named.name == templates.OWN and getattr(tokenizer, "chat_template", None):
         return ""
     token, number = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
@@ -196,9 +177,7 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
     return [np.array(one.ids, dtype=np.int32) for one in encoded]
 
 
-def encode_prompts(
-    tokenizer: Any, texts: Sequence[str], data: DataConfig | None = None
-) -> list[Int32Array]:
+def encode_prompts(tokenizer: Any, texts: Sequence[str], data: DataConfig) -> list[Int32Array]:
     """For each text of :func:`render_texts` its ``[P]`` token ids, to which no special token is added."""
     begin = beginning(tokenizer, data)
     if not begin:

@@ -383,9 +383,4 @@ def _tables(files: Iterable[Path]) -> Iterator[pa.Table]:
     """The groups of each step, in the order of the files."""
     for source in files:
         with _opened(source) as file:
-            for number in range(file.num_row_groups):
-                part = file.read_row_group(number)
-                found = part["step"].unique().to_pylist()
-                for step in found:
-                    # Joined files of older versions have all their steps in one row group.
-                    yield part if len(found) == 1 else part.filter(pc.equal(part["step"], step))
+            yield from map(file.read_row_group, range(file.num_row_groups))

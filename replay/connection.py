@@ -248,13 +248,6 @@ class Store:
         """Subscribes to hints (``taken``, ``graded``, ``version``, ``state``)."""
         return Hints(self, channels)
 
-    def hint(self, channel: str) -> None:
-        """Sends a hint; nobody relies on its arrival."""
-        try:
-            self.redis.publish(self.key(f"hint:{channel}"), b"")
-        except RedisError as error:
-            log.debug(f"hint {channel} was not sent: {_cause(error)}")
-
     def holds_run(self) -> bool:
         """Whether this server holds the run's ledger."""
         return bool(self.call("hexists", self.key("meta"), "created"))

@@ -248,11 +248,6 @@ class HostLink:
             self._state = structs.replace(self._state, **changes)
         self._wake.set()
 
-    @property
-    def state(self) -> HostState:
-        """What this host says about itself."""
-        return self._state
-
     def stop(self, *, leave: bool) -> None:
         """Ends the thread; with ``leave`` the host takes its entry back, if Redis answers in time."""
         self._ending.set()

@@ -140,10 +140,6 @@ class Ledger:
             self._order = self.settings.order()
         return self._order
 
-    def problem_id(self, group_id: str) -> str:
-        """The problem of a group."""
-        return self.problem_ids([group_id])[0]
-
     def problem_ids(self, group_ids: Sequence[str]) -> list[str]:
         """The problems of some groups."""
         return self._problems_at([Order.parse(group_id) for group_id in group_ids])
@@ -180,8 +176,6 @@ class Ledger:
             Lease(
                 group_id=self.order.group_id(pass_, position),
                 attempt=leased.attempt,
-                pass_=pass_,
-                position=position,
                 problem_id=problem_id,
                 deadline_ms=leased.deadline_ms,
             )
@@ -225,15 +219,10 @@ class Ledger:
             )
         )
 
-    def reclaim(self, member: str | None = None) -> list[str]:
-        """Takes back the leases of a member's earlier lives at once, as failed attempts, unless an outage
-        may have ended those lives.
-
-        Without ``member`` it is this one, whose present life keeps its own leases; otherwise
-        one that its supervisor knows to be dead, which keeps none.
-        """
-        keeps = self._holder if member is None else ""
-        serials = self.store.script("reclaim", member or self.member, keeps)
+    def reclaim(self) -> list[str]:
+        """Takes back the leases of this member's earlier lives at once, as failed attempts, unless an outage
+        may have ended those lives. Its present life keeps its own."""
+        serials = self.store.script("reclaim", self.member, self._holder)
         return [self.order.id_of(int(serial)) for serial in serials]
 
     # -- the reward pool's side ------------------------------------------------------------

@@ -195,10 +195,6 @@ class Lease:
     """``<pass>-<position>``."""
     attempt: int
     """Number of the group's lease, from 1."""
-    pass_: int
-    """Number of the pass over the data, from 0."""
-    position: int
-    """Position in the pass."""
     problem_id: str
     """The problem at that position."""
     deadline_ms: int

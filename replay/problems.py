@@ -93,15 +93,6 @@ def put_rows(store: Store, rows: Mapping[str, Iterable[int]]) -> None:
         store.call("set", key, merged.astype("<u4").tobytes())
 
 
-def all_ids(store: Store, source: str) -> list[str]:
-    """Ids of a source's problems, ascending by row."""
-    stored = store.call("get", store.key(f"problem_rows:{source}"))
-    if stored is None:
-        raw = store.call("zrange", store.key(f"problem_ids:{source}"), 0, -1)
-        return [read_id(name) for name in raw]
-    return [f"{source}/{row}" for row in read_rows(stored, source).tolist()]
-
-
 def read_rows(data: bytes, source: str) -> NDArray[np.uint32]:
     """The rows of a source.
 

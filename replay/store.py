@@ -106,17 +106,10 @@ class RunStore(EvaluationStore):
         self._put(entries())
         stored.put_rows(self.store, rows)
 
-    def problem(self, problem_id: str) -> Problem:
-        return self.problems([problem_id])[0]
-
     def problems(self, ids: Sequence[str]) -> list[Problem]:
         """Problems in the order of ``ids``."""
         found = self._get("problems", ids)
         return [stored.decode(name, data) for name, data in zip(ids, found, strict=True)]
-
-    def problem_ids(self, source: str) -> list[str]:
-        """Ids of a source's problems, ascending by row; the order's indices refer to this list."""
-        return stored.all_ids(self.store, source)
 
     def put_traces(self, traces: Iterable[ExpertTrace]) -> None:
         """Stores graded expert traces, and their rewards by themselves, for the cut of a row."""

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from ..common.adapters import base_of
 from ..common.config import Config
@@ -14,7 +16,6 @@ from ..common.errors import OutOfMemoryError, TandemError
 from ..common.run_folder import JoinInfo, RunFolder
 from ..replay.connection import connect
 from ..replay.store import RunStore
-from .engine import Engine
 from .engines import load_engine, make_engine
 from .worker import Worker
 
@@ -68,7 +69,8 @@ async def _main(join: JoinInfo, config: Config, name: str) -> int:
         )
         # The engine has fetched the model by now, if it comes from a hub.
         base = await asyncio.to_thread(base_of, config.model, config.learner.lora)
-        if not await start(engine, stop):
+        # vLLM takes half a minute to start, and a large model takes minutes.
+        if not await unless_stopped(engine.start(), stop):
             log.info(f"{name} was asked to end before its engine was ready")
             return 0
         return await Worker(config, name, store, client, engine, stop, redis, base).run()
@@ -76,10 +78,9 @@ async def _main(join: JoinInfo, config: Config, name: str) -> int:
         redis.shutdown(wait=False, cancel_futures=True)
 
 
-async def start(engine: Engine, stop: asyncio.Event) -> bool:
-    """Starts the engine; False if SIGTERM came first."""
-    # vLLM takes half a minute, and a large model takes minutes.
-    starting = asyncio.create_task(engine.start())
+async def unless_stopped(start: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
+    """Awaits a start, and ends it where SIGTERM comes first; then returns False."""
+    starting = asyncio.create_task(start)
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

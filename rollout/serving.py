@@ -26,7 +26,7 @@ from .endpoint.server import Endpoint
 from .engine import Engine
 from .engines import make_engine
 from .following import Following
-from .main import SWITCH_SECONDS, start
+from .main import SWITCH_SECONDS, unless_stopped
 from .worker import EXIT_UNLIKE
 
 log = logging.getLogger("tandem.rollout")
@@ -91,20 +91,13 @@ async def _serve(serving: Serving, ready: Callable[[str], None]) -> int:
             lora=config.learner.lora if serving.join is not None else None,
         )
         stack.push_async_callback(engine.close)
-        if not await start(engine, stop):
+        if not await unless_stopped(engine.start(), stop):
             return 0
         follows = None
         if serving.join is not None:
             follows = await _join(serving, engine, stack)
-            joining = asyncio.create_task(follows.start())
-            stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            if not joining.done():
-                joining.cancel()
-                await asyncio.wait({joining})
+            if not await unless_stopped(follows.start(), stop):
                 return 0
-            joining.result()
             if serving.freeze:
                 await follows.freeze()
         context = config.data.max_prompt_tokens + config.rollout.max_new_tokens

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -185,7 +185,6 @@ class Submitter:
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self._requests = 0
-        self._open = 0
         self._stats = SubmissionStats()
         self._threads: list[threading.Thread] = []
         # Owned by the sending thread.
@@ -215,19 +214,19 @@ class Submitter:
             group.group_id, group.attempt, message, time.monotonic(), patience=self._resend
         )
         with self._changed:
-            self._open += 1
+            self._stats.outstanding += 1
             self._stats.submitted += 1
         self._mailbox.post((request, pending))
 
     @property
     def outstanding(self) -> int:
         """Number of groups without a receipt."""
-        return self._open
+        return self._stats.outstanding
 
     def wait_room(self, timeout: float) -> bool:
         """Waits until fewer than ``most`` groups are outstanding; False after ``timeout``."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._open < self._most, timeout)
+            return self._changed.wait_for(lambda: self.outstanding < self._most, timeout)
 
     def drain(self, deadline: float) -> None:
         """Waits for the receipts of all submitted groups.
@@ -238,25 +237,18 @@ class Submitter:
         """
         wait = Wait(self._whom(), "acknowledge the last finished groups", deadline)
         with self._changed:
-            while not self._changed.wait_for(lambda: self._open == 0, wait.pause):
+            while not self._changed.wait_for(lambda: not self.outstanding, wait.pause):
                 wait.who = self._whom()
                 if wait.expired(log.warning):
                     raise DeadlineError(
-                        f"{self._open} finished groups had no receipt from {wait.who} after "
+                        f"{self.outstanding} finished groups had no receipt from {wait.who} after "
                         f"{deadline:.0f} s; their leases go to another worker when they expire"
                     )
 
     def stats(self) -> SubmissionStats:
         """A copy of the counters."""
         with self._changed:
-            return SubmissionStats(
-                submitted=self._stats.submitted,
-                resent=self._stats.resent,
-                results=Counter(self._stats.results),
-                outstanding=self._open,
-                pools=self._stats.pools,
-                receipt_seconds=self._stats.receipt_seconds,
-            )
+            return replace(self._stats, results=Counter(self._stats.results))
 
     def close(self) -> None:
         """Stops; groups without a receipt are given up (their leases expire)."""
@@ -404,7 +396,7 @@ class Submitter:
             self._on_receipt(receipt)
         finally:
             with self._changed:
-                self._open -= 1
+                self._stats.outstanding -= 1
                 self._stats.results[str(receipt.result)] += 1
                 self._stats.receipt_seconds += now - pending.since
                 self._changed.notify_all()

@@ -234,29 +234,42 @@ class Accuracy:
 
 
 @torch.no_grad()
-def accuracy(
-    model: Qwen2ForCausalLM, problems: list[Problem], *, sampled: bool, seed: int = 0
-) -> Accuracy:
+def written(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[str],
+    *,
+    sampled: bool,
+    new_tokens: int,
+) -> list[list[int]]:
+    """What the model writes after each prompt, greedily or at temperature 1, up to so many tokens."""
+    batch = tokenizer(prompts, padding=True, return_tensors="pt")
+    output = model.generate(
+        batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        do_sample=sampled,
+        temperature=1.0 if sampled else None,
+        top_k=0 if sampled else None,
+        top_p=1.0 if sampled else None,
+        max_new_tokens=new_tokens,
+    )
+    rows: list[list[int]] = output[:, batch["input_ids"].shape[1] :].tolist()
+    return rows
+
+
+def accuracy(model: Qwen2ForCausalLM, problems: list[Problem], *, sampled: bool) -> Accuracy:
     """Answers each problem once, greedily or at temperature 1. All must have the same k.
 
     Seeds torch's global generator when ``sampled``.
     """
     tokenizer = build()
-    prompts = torch.tensor(tokenizer([p.prompt for p in problems])["input_ids"])
     if sampled:
-        torch.manual_seed(seed)
-    output = model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        do_sample=sampled,
-        temperature=1.0 if sampled else None,
-        top_k=0 if sampled else None,
-        top_p=1.0 if sampled else None,
-        # Two steps more than a full chain, so that there is room for a wrong answer, and no more.
-        max_new_tokens=5 * (problems[0].k + 2) + 13,
-    )
+        torch.manual_seed(0)
+    # Two steps more than a full chain, so that there is room for a wrong answer, and no more.
+    room = 5 * (problems[0].k + 2) + 13
+    prompts = [p.prompt for p in problems]
     responses = []
-    for row in output[:, prompts.shape[1] :].tolist():
+    for row in written(model, tokenizer, prompts, sampled=sampled, new_tokens=room):
         # A response without an end token was cut off and is no answer.
         responses.append(tokenizer.decode(row[: row.index(EOS_ID)]) if EOS_ID in row else "")
     count = len(problems)

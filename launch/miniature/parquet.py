@@ -19,9 +19,8 @@ so the target does not repeat it. It has no end token.
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...common.errors import DataError
+from ...common.run_folder import write_atomic
 from .problems import Problem, distinct
 from .tools import problems as products
 
@@ -121,11 +121,11 @@ def write(
     missing = [name for name, content in tables.items() if not _holds(out_dir / name, content)]
     out_dir.mkdir(parents=True, exist_ok=True)
     for name in missing:
-        _replace(out_dir / name, tables[name])
+        write_atomic(out_dir / name, _encoded(tables[name]))
     text = json.dumps(asdict(manifest), indent=2) + "\n"
     path = out_dir / MANIFEST
     if missing or not path.exists() or path.read_text() != text:
-        _replace(path, text)
+        write_atomic(path, text)
     return manifest
 
 
@@ -203,17 +203,7 @@ def _holds(path: Path, content: pa.Table) -> bool:
     return True
 
 
-def _replace(path: Path, content: pa.Table | str) -> None:
-    """Writes beside the file, then renames, so that no reader ever sees a part of it."""
-    handle, staging = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
-    try:
-        if isinstance(content, str):
-            Path(staging).write_text(content)
-        else:
-            pq.write_table(content, staging)
-        os.chmod(staging, 0o644)
-        os.replace(staging, path)
-    except BaseException:
-        Path(staging).unlink(missing_ok=True)
-        raise
+def _encoded(content: pa.Table) -> bytes:
+    made = io.BytesIO()
+    pq.write_table(content, made)
+    return made.getvalue()

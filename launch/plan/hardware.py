@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from ...common.cores import usable_cores
 from ...common.memory import total
 
+DRIVER_SECONDS = 20.0
+"""Time that nvidia-smi has for an answer."""
 QUERY = ("--query-gpu=index,name,memory.total,uuid", "--format=csv,noheader,nounits")
 UUIDS = ("GPU-", "MIG-")
 """How UUIDs begin: of a whole GPU, and of a part of one."""
@@ -70,22 +72,22 @@ def machine() -> Machine:
     )
 
 
-def gpus(deadline: float = 20.0) -> tuple[Gpu, ...]:
+def gpus() -> tuple[Gpu, ...]:
     """The GPUs that nvidia-smi lists and ``CUDA_VISIBLE_DEVICES`` leaves; none if nvidia-smi fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        listed = parse_gpus(_answer(program, *QUERY, deadline=deadline))
+        listed = parse_gpus(_answer(program, *QUERY))
         if "MIG-" in (mask or ""):
-            listed += parse_parts(_answer(program, "-L", deadline=deadline))
+            listed += parse_parts(_answer(program, "-L"))
     except (OSError, subprocess.SubprocessError):
         return ()
     return visible(listed, mask)
 
 
-def oldest_capability(deadline: float = 20.0) -> float | None:
+def oldest_capability() -> float | None:
     """The least compute capability of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, such as 7.5; None without any, and
     where nvidia-smi doesn't tell."""
     program = shutil.which("nvidia-smi")
@@ -93,7 +95,7 @@ def oldest_capability(deadline: float = 20.0) -> float | None:
         return None
     query = ("--query-gpu=index,compute_cap,uuid", "--format=csv,noheader")
     try:
-        listed = _answer(program, *query, deadline=deadline)
+        listed = _answer(program, *query)
         rows = [[word.strip() for word in line.split(",")] for line in listed.splitlines()]
         named = tuple(
             Gpu(index=int(index), name=of, memory_mb=0, uuid=uuid) for index, of, uuid in rows
@@ -104,9 +106,9 @@ def oldest_capability(deadline: float = 20.0) -> float | None:
         return None
 
 
-def _answer(program: str, *options: str, deadline: float) -> str:
+def _answer(program: str, *options: str) -> str:
     return subprocess.run(
-        [program, *options], capture_output=True, text=True, timeout=deadline, check=True
+        [program, *options], capture_output=True, text=True, timeout=DRIVER_SECONDS, check=True
     ).stdout
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -146,10 +146,9 @@ class Following:
         self._sent.write(self._state)
         return self._sent.rows
 
-    def follow(self, stop: threading.Event, between: Callable[[], None] = lambda: None) -> None:
+    def follow(self, stop: threading.Event) -> None:
         """Sends records as they come until ``stop`` is set; then the last ones."""
         while not stop.is_set():
             self.catch_up()
-            between()
             stop.wait(LOOK_SECONDS)
         self.catch_up()

@@ -43,15 +43,22 @@ class Evaluations:
         runs: holds requests and results.
         members: knows whether a worker is there.
         config: the run's config.
+        total: greatest number of steps that the run may take.
         stopping: returns True once the process is to drain.
     """
 
     def __init__(
-        self, runs: RunStore, members: Members, config: Config, stopping: Callable[[], bool]
+        self,
+        runs: RunStore,
+        members: Members,
+        config: Config,
+        total: int,
+        stopping: Callable[[], bool],
     ) -> None:
         self._runs = runs
         self._members = members
         self._settings = config.evaluate
+        self._total = total
         self._sets = [held.name for held in config.data.evaluate]
         self._limits = {held.name: held.limit for held in config.data.evaluate}
         self._own = {held.name: of_set(config, held).evaluate for held in config.data.evaluate}
@@ -75,34 +82,32 @@ class Evaluations:
         asked = self._runs.asked_evaluations()
         self._open = {name: None for name in asked if name not in self._recorded}
 
-    def due(self, step: int, total: int) -> bool:
+    def due(self, step: int) -> bool:
         """Whether the config asks for an evaluation of this step's weights."""
         settings = self._settings
         if step == 0:
             return settings.at_start
-        if step >= total:
+        if step >= self._total:
             return settings.at_end
         return settings.every > 0 and step % settings.every == 0
 
-    def request(
-        self, step: int, total: int, *, is_last: bool = False, wanted: bool = False
-    ) -> list[str]:
+    def request(self, step: int, *, is_last: bool = False, wanted: bool = False) -> list[str]:
         """Requests the evaluation of every held-out set, if one is due or wanted; returns their ids.
 
         Args:
             step: the step whose weights are evaluated.
-            total: greatest number of steps that the run may take.
             is_last: whether the run ends with this step. A run that is set in passes, or that a callback
                 stops, may end before its last possible step, and may then have requested a part of the
                 set already.
             wanted: whether a callback wants an evaluation that isn't due.
         """
-        is_last = is_last or step >= total
-        if not self._sets or not (wanted or self.due(step, step if is_last else total)):
+        is_last = is_last or step >= self._total
+        due = self._settings.at_end if is_last and step else self.due(step)
+        if not self._sets or not (wanted or due):
             return []
         if wanted:
             self._wanted.add(step)
-        asked_before = is_last and step < total and (step in self._wanted or self.due(step, total))
+        asked_before = is_last and step < self._total and (step in self._wanted or self.due(step))
         ids = []
         for name in self._sets:
             whole = self._limits[name]
@@ -124,9 +129,9 @@ class Evaluations:
             ids.append(id_)
         return ids
 
-    def request_since(self, first: int, last: int, total: int) -> list[str]:
+    def request_since(self, first: int, last: int) -> list[str]:
         """Requests what is due from one step to another, both included; returns the ids."""
-        return [id_ for step in range(first, last + 1) for id_ in self.request(step, total)]
+        return [id_ for step in range(first, last + 1) for id_ in self.request(step)]
 
     def open(self) -> list[str]:
         """Ids of requests that aren't recorded."""

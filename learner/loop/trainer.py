@@ -106,7 +106,9 @@ class Trainer:
         self._held_out = self._source.held_out()
         self._reporter = Reporter(self._runs, config, folder, name, self._clock, self._total)
         self._reporter.always = leader.engine.sizes
-        self._evaluations = Evaluations(self._runs, self._members, config, lambda: self._stop.asked)
+        self._evaluations = Evaluations(
+            self._runs, self._members, config, self._total, lambda: self._stop.asked
+        )
         self._callbacks = Callbacks(store, config, pairs=bool(self._held_out))
         self._best: Best | None = None
         if config.evaluate.best is not None:
@@ -127,16 +129,15 @@ class Trainer:
 
     def run(self) -> None:
         """Runs from the newest checkpoint to the end of the run, or until asked to stop."""
-        total = self._total
         try:
             journalled = self._resume()
             oldest = self._saver.oldest()
             self._replay(journalled)
             self._callbacks.settle()
             if not self._stop.asked:
-                self._publish_first(total, oldest)
-                self._train(total)
-            if self._stop.asked and self._step < total:
+                self._publish_first(oldest)
+                self._train()
+            if self._stop.asked and self._step < self._total:
                 self._saver.save(self._step)
                 log.info(f"drained at step {self._step}")
             else:
@@ -195,24 +196,24 @@ class Trainer:
             self._do(fetch)
         self._clock.take()
 
-    def _publish_first(self, total: int, oldest: int) -> None:
+    def _publish_first(self, oldest: int) -> None:
         """Publishes the weights that were resumed from; ``oldest`` is the step of the oldest checkpoint."""
         member = membership(self._store, self._name)
         self._publishing.start(member, self._term, self._folder.weights)
         # Requested before anybody holds the weights, so that it comes before the first lease.
         # Redis may also have lost requests from before the newest checkpoint.
-        ids = self._evaluations.request_since(oldest, self._step, total)
+        ids = self._evaluations.request_since(oldest, self._step)
         self._publishing.publish(self._version)
         engine = self._leader.engine
         log.info(
-            f"term {self._term}, step {self._step} of {total}: {engine.described}, "
+            f"term {self._term}, step {self._step} of {self._total}: {engine.described}, "
             f"objective {self._config.learner.objective.name}"
         )
         if self._config.evaluate.exact:
             self._await(ids)
 
-    def _train(self, total: int) -> None:
-        every = self._config.learner.checkpoint_every
+    def _train(self) -> None:
+        every, total = self._config.learner.checkpoint_every, self._total
         self._reporter.begin(self._step)
         while not self._stop.asked and self._step < total and not self._callbacks.stops():
             step = self._step + 1
@@ -227,15 +228,15 @@ class Trainer:
             if self._step < total and (wanted or self._source.checkpoint_is_due(self._saver.saved)):
                 self._saver.save(self._step)
             if self._step < total:
-                self._evaluate(total)
+                self._evaluate()
             self._callbacks.settle()
             self._reporter.progress(self._step)
 
-    def _evaluate(self, total: int) -> None:
+    def _evaluate(self) -> None:
         """Requests the evaluation of this step's weights if it is due or a callback wants it."""
         asked = self._callbacks.take_evaluation()
         wanted = asked and self._callbacks.can_evaluate
-        ids = self._evaluations.request(self._step, total, wanted=wanted)
+        ids = self._evaluations.request(self._step, wanted=wanted)
         if wanted:
             self._publishing.publish(self._version)
         if asked:
@@ -251,7 +252,7 @@ class Trainer:
             self._compare(self._step, wanted=True)
             reason = "a callback has stopped the run"
         self._saver.save(self._step)
-        self._evaluations.request(self._step, self._total, is_last=True)
+        self._evaluations.request(self._step, is_last=True)
         self._publishing.publish(self._version)
         self._export(self._folder.model)
         log.info(f"wrote the model to {self._folder.model}")
@@ -358,7 +359,7 @@ class Trainer:
         self._step = step
         with clock.doing("journal"):
             noted = self._journal.applied(self._term, step, trained_on(outcome.metrics))
-        if step % self._config.weights.every == 0 or self._evaluations.due(step, self._total):
+        if step % self._config.weights.every == 0 or self._evaluations.due(step):
             self._publishing.publish(self._version)
         with clock.doing("metrics"):
             compared = self._config.learner.objective.least_verdicts > 1
@@ -393,7 +394,7 @@ class Trainer:
                 self._best.saw(record)
 
     def _compare(self, step: int, *, wanted: bool = False) -> None:
-        due = step == self._total or self._evaluations.due(step, self._total)
+        due = step == self._total or self._evaluations.due(step)
         # What is due was compared at the step itself.
         if self._held_out and due != wanted:
             with self._clock.doing("compare"):

@@ -1,9 +1,9 @@
 -- reclaim: leased -> admitted, for the leases of a worker's earlier lives.
--- ARGV: 3 worker, 4 holder of the life that goes on ('' = none does).
--- Before: the earlier life is dead (its member id is used anew, or its supervisor saw it die).
+-- ARGV: 3 worker, 4 holder of the life that goes on.
+-- Before: the earlier life is dead (its member id is used anew).
 -- After: its leases are admitted again, each with a failed attempt, unless an outage may have ended
 -- that life. Answer: their serials.
-local wrong = called('reclaim', 4) or label(3, 'worker') or label(4, 'holder', 0)
+local wrong = called('reclaim', 4) or label(3, 'worker') or label(4, 'holder')
 if wrong then return wrong end
 local given = first_answer()
 if given then return type(given) == 'string' and cjson.decode(given) or given end

@@ -180,12 +180,10 @@ class Batch:
         self._kinds.append(sampling)
         return len(self._kinds) - 1
 
-    def end(
-        self, wanted: Callable[[Row], bool], reason: FinishReason
-    ) -> list[tuple[Row, Response]]:
+    def abort(self, wanted: Callable[[Row], bool]) -> list[tuple[Row, Response]]:
         """Takes rows out as they are, without sampling further."""
         return self._take(
-            (place, reason)
+            (place, FinishReason.ABORT)
             for place, row in enumerate(self._rows)
             if row is not None and wanted(row)
         )

@@ -25,7 +25,7 @@ from ...common.agreement import untried_lengths
 from ...common.config.learner import LoraConfig
 from ...common.errors import OutOfMemoryError, TandemError
 from ...common.memory import is_out_of_memory, what_was_asked
-from ...common.records import FinishReason, Float32Array, Int32Array, Version
+from ...common.records import Float32Array, Int32Array, Version
 from ..contract import NOTHING, Response, Running, enter, fitting, ids_of, refusal, stream
 from ..engine import (
     EngineStats,
@@ -427,9 +427,7 @@ class TorchEngine:
         self._batch.clear()
 
     def _abort(self, group_ids: set[str]) -> None:
-        self._settle(
-            self._batch.end(lambda row: row.group.request.group_id in group_ids, FinishReason.ABORT)
-        )
+        self._settle(self._batch.abort(lambda row: row.group.request.group_id in group_ids))
         for group in [g for g in self._waiting if g.request.group_id in group_ids]:
             self._waiting.remove(group)
             group.finished.update(dict.fromkeys(range(group.request.count), NOTHING))

@@ -67,30 +67,21 @@ QUEUE_DEADLINES = 10.0
 """Number of deadlines for which an episode may wait at a server for a place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerAddress:
+class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """What the registry says of one environment server."""
 
     member: str
     """Member id of the server."""
     endpoint: str
     """``tcp://host:port``."""
-    public_key: str | None
-    """CURVE key of the server; None if the run has no keys."""
-    environments: tuple[str, ...]
-    """The environments that it plays."""
-    slots: int
-    """Number of episodes that it plays at a time; 0 while it is leaving."""
-    busy: int
-    """Number of those that it plays now."""
-
-
-class _Said(msgspec.Struct, frozen=True, kw_only=True):
-    endpoint: str
     public_key: str | None = None
-    environments: list[str] = []
+    """CURVE key of the server; None if the run has no keys."""
+    environments: tuple[str, ...] = ()
+    """The environments that it plays."""
     slots: Count = 0
+    """Number of episodes that it plays at a time; 0 while it is leaving."""
     busy: Count = 0
+    """Number of those that it plays now."""
 
 
 def address_of(member: Member) -> ServerAddress:
@@ -100,18 +91,11 @@ def address_of(member: Member) -> ServerAddress:
         WireError: it isn't a valid one.
     """
     try:
-        said = msgspec.convert(dict(member.info), _Said)
+        found = msgspec.convert({**member.info, "member": member.member}, ServerAddress)
     except msgspec.ValidationError as error:
         raise WireError(f"refused the entry of {member.member}: {reason(error, 'info')}") from None
-    check_address(member.member, said.endpoint, said.public_key)
-    return ServerAddress(
-        member=member.member,
-        endpoint=said.endpoint,
-        public_key=said.public_key,
-        environments=tuple(said.environments),
-        slots=said.slots,
-        busy=said.busy,
-    )
+    check_address(found.member, found.endpoint, found.public_key)
+    return found
 
 
 def servers_in(members: Members) -> list[ServerAddress] | None:

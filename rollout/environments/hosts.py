@@ -27,9 +27,7 @@ from typing import Any
 
 from ...common.records import Verdict
 from .descendants import Family, count_below
-from .pipes import (
-    Play,
-)
+from .pipes import Play
 from .process import Bounds, EpisodeFailed, Figures, Host, NotStarted
 from .wire import (
     Played,

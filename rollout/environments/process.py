@@ -321,20 +321,14 @@ class Host:
         raise EpisodeFailed(Verdict.ENV_FAILED, "its process said what it shouldn't say")
 
     def _late(self, phase: Phase, by_phase: bool) -> EpisodeFailed:
-        if not by_phase:
-            seconds = f"environments.episode_seconds={self._bounds.episode_seconds:g}"
-            return EpisodeFailed(
-                Verdict.ENV_TIMEOUT, self._words(f"the episode took longer than {seconds}")
-            )
-        if phase == "reset":
-            seconds = f"environments.reset_seconds={self._bounds.reset_seconds:g}"
-            return EpisodeFailed(
-                Verdict.ENV_RESET, self._words(f"reset took longer than {seconds}")
-            )
-        seconds = f"environments.step_seconds={self._bounds.step_seconds:g}"
-        return EpisodeFailed(
-            Verdict.ENV_TIMEOUT, self._words(f"a {phase} took longer than {seconds}")
-        )
+        verdict, what, key = Verdict.ENV_TIMEOUT, "the episode", "episode_seconds"
+        if by_phase:
+            what, key = f"a {phase}", "step_seconds"
+            if phase == "reset":
+                verdict, what, key = Verdict.ENV_RESET, "reset", "reset_seconds"
+        seconds = getattr(self._bounds, key)
+        why = f"{what} took longer than environments.{key}={seconds:g}"
+        return EpisodeFailed(verdict, self._words(why))
 
     def _words(self, why: str) -> str:
         """A reason, with the beginning of what was printed."""

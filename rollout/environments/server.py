@@ -52,12 +52,8 @@ from ...replay.connection import Store, connect
 from ...replay.members import Members
 from ...replay.store import RunStore
 from .client import ROLE
-from .hosts import (
-    Hosts,
-)
-from .process import (
-    Bounds,
-)
+from .hosts import Hosts
+from .process import Bounds
 from .requests import (
     CancelRequest,
     RunRequest,

@@ -40,9 +40,7 @@ from .process import (
     EpisodeFailed,
     NotStarted,
 )
-from .requests import (
-    RunRequest,
-)
+from .requests import RunRequest
 from .wire import (
     MAX_ANSWER_BYTES,
     Played,

@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from ...common.errors import ConfigError, TandemError
-from .hosts import (
-    Hosts,
-)
+from .hosts import Hosts
 from .pipes import Play
 from .process import (
     EpisodeFailed,
     NotStarted,
 )
-from .requests import (
-    RunRequest,
-)
+from .requests import RunRequest
 from .wire import (
     Played,
     failed,

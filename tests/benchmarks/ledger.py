@@ -148,7 +148,7 @@ def put_ledger(join: JoinInfo, number: int, share: int, depth: int, tokens: int)
     group = make_group(tokens)
     ledger = Ledger(connect(join, name=f"rollout-{number}"), f"rollout-{number}")
     held = Version(term=TERM, step=0)
-    ledger.problem_id("0-0")  # the problems' names are read once in a run
+    ledger.problem_ids(["0-0"])  # the problems' names are read once in a run
     begun = _go()
     done = 0
     while done < share:

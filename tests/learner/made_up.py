@@ -260,8 +260,6 @@ def groups_of(count: int, size: int = 4, step: int = 0) -> list[MixedGroup]:
         lease = Lease(
             group_id=f"0-{number}",
             attempt=1,
-            pass_=0,
-            position=number,
             problem_id=f"a/{number}",
             deadline_ms=0,
         )

@@ -36,7 +36,9 @@ Make = Callable[..., Evaluations]
 def make(store: Store, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Make:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
 
-    def build(stopping: Callable[[], bool] = lambda: False, **evaluate: Any) -> Evaluations:
+    def build(
+        stopping: Callable[[], bool] = lambda: False, total: int = 4, **evaluate: Any
+    ) -> Evaluations:
         config = made_up.config_of(
             evaluate={"every": 2, "limit": 10, "samples": 3} | evaluate,
             data={
@@ -46,7 +48,7 @@ def make(store: Store, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
                 ]
             },
         )
-        return Evaluations(RunStore(store), Members(store), config, stopping)
+        return Evaluations(RunStore(store), Members(store), config, total, stopping)
 
     return build
 
@@ -77,7 +79,7 @@ def test_a_set_has_its_own_temperature_and_samples(store: Store, made_up: Module
     config = made_up.config_of(
         evaluate={"every": 2}, data={"evaluate": [{"path": "x", "name": "heldout"}, own]}
     )
-    Evaluations(RunStore(store), Members(store), config, lambda: False).request(0, 4)
+    Evaluations(RunStore(store), Members(store), config, 4, lambda: False).request(0)
     requests = [claim(store, 0), claim(store, 0)]
     for request in requests[:1]:
         assert request is not None
@@ -93,7 +95,7 @@ def test_first_and_last_use_the_whole_set_and_those_between_a_part(
     found = {}
     evaluations = make()
     for step in range(5):
-        for _ in evaluations.request(step, 4):
+        for _ in evaluations.request(step):
             request = claim(store, step)
             assert request is not None
             found[request.id] = (request.limit, request.samples)
@@ -111,10 +113,10 @@ def test_first_and_last_use_the_whole_set_and_those_between_a_part(
 def test_a_run_that_ends_early_where_a_part_was_asked_for_asks_for_the_whole_set(
     make: Make, store: Store
 ) -> None:
-    evaluations = make()
+    evaluations = make(total=100)
     found = {}
     for is_last in (False, True, True):
-        for _ in evaluations.request(2, 100, is_last=is_last):
+        for _ in evaluations.request(2, is_last=is_last):
             request = claim(store, 2)
             if request is not None:
                 found[request.id] = request.limit
@@ -127,17 +129,17 @@ def test_a_run_that_ends_early_where_a_part_was_asked_for_asks_for_the_whole_set
     results = {result.id: record_of(result) for result in evaluations.arrived()}
     assert results.keys() == found.keys()
     assert all(record["eval/due"] == 2 for record in results.values())
-    assert make().request(3, 100, is_last=True) == ["heldout@3", "hard@3"]
+    assert make(total=100).request(3, is_last=True) == ["heldout@3", "hard@3"]
 
 
 def test_what_is_switched_off_is_not_asked_for(make: Make) -> None:
     evaluations = make(at_start=False, at_end=False, every=0)
-    assert [evaluations.request(step, 4) for step in range(5)] == [[]] * 5
+    assert [evaluations.request(step) for step in range(5)] == [[]] * 5
 
 
 def test_each_result_arrives_once(make: Make, store: Store) -> None:
     evaluations = make()
-    evaluations.request(2, 4)
+    evaluations.request(2)
     assert evaluations.arrived() == []
     request = claim(store, 2)
     assert request is not None
@@ -148,7 +150,7 @@ def test_each_result_arrives_once(make: Make, store: Store) -> None:
 
 def test_a_wait_ends_with_the_results(make: Make, store: Store) -> None:
     evaluations = make()
-    ids = evaluations.request(2, 4)
+    ids = evaluations.request(2)
     for _ in ids:
         request = claim(store, 2)
         assert request is not None
@@ -166,7 +168,7 @@ def test_what_redis_has_lost_is_asked_for_again(make: Make, store: Store) -> Non
         return False
 
     evaluations = make(worker)
-    ids = evaluations.request(2, 4)
+    ids = evaluations.request(2)
     # A server that was killed may have lost its last second.
     store.redis.delete(store.key("evaluations"), store.key("evaluations_open"))
     assert evaluations.wait(ids, lambda result: None, deadline=10.0)
@@ -177,31 +179,31 @@ def test_a_wait_ends_without_workers_at_the_deadline_and_in_a_drain(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     evaluations = make()
-    ids = evaluations.request(2, 4)
+    ids = evaluations.request(2)
     assert not evaluations.wait(ids, lambda result: None, deadline=0.05)
     assert "it was not done in 0 s" in caplog.text
     monkeypatch.setattr(module, "ABANDONED_SECONDS", 0.05)
     assert not evaluations.wait(ids, lambda result: None)
     assert "no rollout worker has been there" in caplog.text
     draining = make(lambda: True)
-    assert not draining.wait(draining.request(2, 4), lambda result: None)
+    assert not draining.wait(draining.request(2), lambda result: None)
 
 
 def test_a_learner_that_starts_takes_up_what_its_predecessor_asked_for(
     make: Make, store: Store
 ) -> None:
-    first = make()
-    first.request(2, 10)
+    first = make(total=10)
+    first.request(2)
     for _ in range(2):
         request = claim(store, 2)
         assert request is not None
         answer(store, request)
-    first.request(4, 10)
-    second = make()
+    first.request(4)
+    second = make(total=10)
     second.begin(2, recorded={"hard@2"})
     assert [result.id for result in second.arrived()] == ["heldout@2"]
     # Steps that its predecessor was killed before it could ask for are asked for, others once.
-    second.request_since(2, 6, 10)
+    second.request_since(2, 6)
     assert sorted(second.open()) == ["hard@4", "hard@6", "heldout@4", "heldout@6"]
     assert RunStore(store).open_evaluations() == ["hard@4", "heldout@4", "hard@6", "heldout@6"]
 
@@ -210,7 +212,7 @@ def test_an_evaluation_that_was_given_up_is_waited_for_no_longer(
     make: Make, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     evaluations = make()
-    ids = evaluations.request(2, 4)
+    ids = evaluations.request(2)
     for _ in ids:
         request = claim(store, 2)
         assert request is not None

@@ -188,12 +188,10 @@ class Histories(Moves):
         self.give_back(one.worker, one.serial, one.attempt, failed=False)
         self.lease(worker, self.lag(slack), 1)
 
-    @rule(worker=workers, how=st.sampled_from(["starts", "starts, leases", "dead", "reclaims"]))
+    @rule(worker=workers, how=st.sampled_from(["starts", "starts, leases", "reclaims"]))
     def a_worker_dies(self, worker: int, how: str) -> None:
-        if how == "dead":
-            self.reclaim(self.learner, worker)
-        elif how == "reclaims":
-            self.reclaim(self.ledgers[worker], worker, self.holder(worker))
+        if how == "reclaims":
+            self.reclaim(worker)
         else:
             self.restart_worker(worker)
             if how == "starts, leases":

@@ -181,11 +181,11 @@ class Moves(LedgerMachine):
         self.ledgers[worker] = Ledger(self.stores[worker], WORKERS[worker])
         self.fresh.add(worker)
 
-    def reclaim(self, ledger: Ledger, worker: int, keeps: str = "") -> None:
-        of = None if keeps else WORKERS[worker]
+    def reclaim(self, worker: int) -> None:
+        ledger = self.ledgers[worker]
         self.both(
-            lambda: [ledger.order.serial(name) for name in ledger.reclaim(of)],
-            lambda: self.model.reclaim(WORKERS[worker], keeps),
+            lambda: [ledger.order.serial(name) for name in ledger.reclaim()],
+            lambda: self.model.reclaim(WORKERS[worker], self.holder(worker)),
         )
 
     def beat(self) -> None:

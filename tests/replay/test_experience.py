@@ -32,7 +32,7 @@ def group_of(make: Any, problem: str, verdicts: str, **changes: Any) -> Group:
         )
         for place, kind in enumerate(verdicts)
     )
-    lease = Lease(group_id="0-0", attempt=1, pass_=0, position=0, problem_id=problem, deadline_ms=0)
+    lease = Lease(group_id="0-0", attempt=1, problem_id=problem, deadline_ms=0)
     return make.graded(lease, **{"samples": samples, **changes})
 
 

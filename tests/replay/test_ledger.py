@@ -249,13 +249,6 @@ def test_a_worker_that_reclaims_keeps_what_its_present_life_holds(world: Worlds)
     assert w.ledger.state_of(lease.group_id) == "leased"
 
 
-def test_the_leases_of_a_member_known_to_be_dead_can_be_reclaimed(world: Worlds):
-    w = world()
-    (lease,) = w.lease()
-    assert w.member("supervisor").reclaim("rollout-0") == [lease.group_id]
-    assert w.ledger.state_of(lease.group_id) == "admitted"
-
-
 def test_a_repeated_lease_request_leases_once(world: Worlds):
     w = world()
     w.lease()
@@ -854,7 +847,7 @@ def test_a_repeat_of_any_call_gets_its_first_answer(world: Worlds):
     lost = type(w)(connect_again(w.store))
     calls = [
         (w, "give_back", w.ledger._holder, 6, lease.attempt, "drain", 0),
-        (w, "reclaim", "rollout-0", ""),
+        (w, "reclaim", "rollout-0", "rollout-0@later"),
         (w, "confirm", 1, w.term),
         (w, "quarantine", 2, w.term, "loss is nan", 0),
         (w, "set_state", "draining"),

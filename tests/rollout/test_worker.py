@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from tandem.common.config import Config, build, to_yaml
 from tandem.common.models import load_model, load_tokenizer, resolve
-from tandem.common.prompts import render
+from tandem.common.prompts import encode
 from tandem.common.records import (
     ENVIRONMENT,
     CommitResult,
@@ -227,11 +227,11 @@ def settings(*overrides: str) -> Config:
 
 
 def problem(tokenizer: Any, number: int) -> Problem:
-    text, tokens = render(tokenizer, [{"role": "user", "content": f"{10 + number}+3-1+2=?<think>"}])
+    text = f"{10 + number}+3-1+2=?<think>"
     return Problem(
         problem_id=f"train/{number}",
         prompt_text=text,
-        prompt_tokens=tokens,
+        prompt_tokens=encode(tokenizer, text),
         gold=f"{14 + number}",
         data_source="test",
         trace_ids=(f"train/{number}#0",) if number % 2 == 0 else (),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -83,22 +83,23 @@ def parse_override(text: str) -> tuple[str, Any]:
     return key, parse_value(raw, f"the value of {key}, {raw!r},")
 
 
+_IN_SHORT: dict[str, Callable[[Any], Any]] = {
+    "data.evaluate": evaluation_sets.entries,
+    "learner.deepspeed": content_of,
+}
+"""Settings that may name what they hold, and what writes it out before a part of it is set."""
+
+
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     parts = key.split(".")
-    if parts[:2] == ["data", "evaluate"] and len(parts) > 2:
-        data = _part(tree, "data")
-        if "evaluate" in data:
+    whole = ".".join(parts[:2])
+    if len(parts) > 2 and whole in _IN_SHORT:
+        section, name = _part(tree, parts[0]), parts[1]
+        if name in section:
             try:
-                data["evaluate"] = evaluation_sets.entries(data["evaluate"])
+                section[name] = _IN_SHORT[whole](section[name])
             except ValueError as error:
-                raise ConfigError(f"data.evaluate: {error}") from None
-    if parts[:2] == ["learner", "deepspeed"] and len(parts) > 2:
-        learner = _part(tree, "learner")
-        if "deepspeed" in learner:
-            try:
-                learner["deepspeed"] = content_of(learner["deepspeed"])
-            except ValueError as error:
-                raise ConfigError(f"learner.deepspeed: {error}") from None
+                raise ConfigError(f"{whole}: {error}") from None
     node: Any = tree
     for place, part in enumerate(parts[:-1]):
         if isinstance(node, list):

@@ -23,7 +23,7 @@ from random import Random
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ..base_model import BATCH, Phase, Texts, check_empty, one_thread, train, write
+from ..base_model import BATCH, Phase, Texts, check_empty, one_thread, train, write, written
 from .problems import Product, boxed, distinct, draw, result_message
 from .tokenizer import CONTEXT, EOS_ID, PAD_ID, SIZE, build, save
 
@@ -102,40 +102,22 @@ class Behaviour:
     """Problems whose final answer is right, with the calculator's results."""
 
 
-@torch.no_grad()
-def turn(
-    model: Qwen2ForCausalLM, prompts: list[str], *, sampled: bool, new_tokens: int = 40
-) -> list[str]:
+def turn(model: Qwen2ForCausalLM, prompts: list[str], *, sampled: bool) -> list[str]:
     """What the model writes after each prompt, without the end token; cut off if it writes none."""
     tokenizer = build()
-    batch = tokenizer(prompts, padding=True, return_tensors="pt")
-    output = model.generate(
-        batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        do_sample=sampled,
-        temperature=1.0 if sampled else None,
-        top_k=0 if sampled else None,
-        top_p=1.0 if sampled else None,
-        max_new_tokens=new_tokens,
-    )
-    written = output[:, batch["input_ids"].shape[1] :].tolist()
-    return [tokenizer.decode(row[: row.index(EOS_ID)] if EOS_ID in row else row) for row in written]
+    rows = written(model, tokenizer, prompts, sampled=sampled, new_tokens=40)
+    return [tokenizer.decode(row[: row.index(EOS_ID)] if EOS_ID in row else row) for row in rows]
 
 
 def behaviour(
-    model: Qwen2ForCausalLM,
-    problems: list[Product],
-    *,
-    sampled: bool,
-    offered: bool = True,
-    seed: int = 0,
+    model: Qwen2ForCausalLM, problems: list[Product], *, sampled: bool, offered: bool = True
 ) -> Behaviour:
     """Plays each problem once, greedily or at temperature 1.
 
     Seeds torch's global generator when ``sampled``.
     """
     if sampled:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
     first = turn(model, [p.prompt(offered=offered) for p in problems], sampled=sampled)
     callers = [n for n, p in enumerate(problems) if offered and first[n] == p.call]
     finals = dict(enumerate(first))

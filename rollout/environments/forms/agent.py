@@ -55,7 +55,7 @@ class AgentEpisodes:
         if isinstance(found, Mapping):
             if "reward" not in found:
                 raise TypeError(f"run returned {found!r:.100}, which has no reward")
-            metrics = figures(found.get("metrics"), "metrics")
+            metrics = figures(found.get("metrics"))
             found = found["reward"]
         return Done(number(found, "the reward that run returned"), [], metrics, "done")
 

@@ -77,7 +77,7 @@ class Asker:
         body: dict[str, Any] = {**self._fixed, "messages": list(messages)}
         if tools:
             body["tools"] = list(tools)
-        status, answer = self._post("/chat/completions", body)
+        status, answer = self._post(body)
         if status != 200:
             _raise(status, answer)
         return _read(answer)
@@ -88,14 +88,15 @@ class Asker:
             self._connection.close()
             self._connection = None
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+    def _post(self, body: Mapping[str, Any]) -> tuple[int, Any]:
         data = json.dumps(body).encode()
         left = self._end - time.monotonic()
         if left <= 0:
             raise ModelError("the episode's deadline has passed")
         try:
             connection = self._connect(left)
-            connection.request("POST", self._parts.path.rstrip("/") + path, data, self._headers)
+            path = self._parts.path.rstrip("/") + "/chat/completions"
+            connection.request("POST", path, data, self._headers)
             response = connection.getresponse()
             content = response.read(MAX_ANSWER_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:

@@ -51,7 +51,7 @@ class TextEpisodes:
         first = self._finish(self._environment.reset(play.row))
         # What the row begins with is the task, not an observation.
         history = (
-            opening(play.row, "reset")
+            opening(play.row)
             if first is None
             else bounded_messages(messages(first, "what reset returned"), play.observation_tokens)
         )

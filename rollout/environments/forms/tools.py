@@ -90,7 +90,7 @@ class ToolEpisodes:
     def _opening(self, play: Play) -> list[dict[str, Any]]:
         """The row's prompt, with what reset has returned at the end of its last message."""
         more = self._finish(self._environment.reset(**play.row))
-        history = opening(play.row, "reset") if _has_prompt(play.row) else []
+        history = opening(play.row) if _has_prompt(play.row) else []
         if more is not None:
             # The row's prompt is the task, not an observation.
             found = messages(_joined(more), "what reset returned")

@@ -57,8 +57,8 @@ def number(value: Any, what: str) -> float | None:
     return found
 
 
-def figures(value: Any, what: str) -> dict[str, float]:
-    """An environment's own figures, by name: the first :data:`~..pipes.MOST_METRICS` of them.
+def figures(value: Any) -> dict[str, float]:
+    """An episode's ``metrics``, the environment's own figures, by name: the first :data:`~..pipes.MOST_METRICS` of them.
 
     Raises:
         TypeError, ValueError: they aren't finite numbers with text as names.
@@ -66,25 +66,25 @@ def figures(value: Any, what: str) -> dict[str, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise TypeError(f"{what} is {value!r:.100}, not a dictionary of numbers")
+        raise TypeError(f"metrics is {value!r:.100}, not a dictionary of numbers")
     found = {}
     for name, figure in value.items():
         if not isinstance(name, str):
-            raise TypeError(f"{what} has {name!r:.100} as a name")
-        read = number(figure, f"{what}[{name!r:.60}]")
+            raise TypeError(f"metrics has {name!r:.100} as a name")
+        read = number(figure, f"metrics[{name!r:.60}]")
         if read is not None:
             found[name] = read
     return dict(list(found.items())[:MOST_METRICS])
 
 
-def messages(value: Any, what: str, role: str = "user") -> list[dict[str, Any]]:
-    """Text as one message of that role, or a list of messages as it is.
+def messages(value: Any, what: str) -> list[dict[str, Any]]:
+    """Text as one message of the user, or a list of messages as it is.
 
     Raises:
         TypeError: it is neither.
     """
     if isinstance(value, str):
-        return [{"role": role, "content": value}]
+        return [{"role": "user", "content": value}]
     if isinstance(value, Mapping) and "role" in value:
         value = [value]
     if not isinstance(value, list | tuple) or not all(
@@ -132,7 +132,7 @@ def as_text(result: Any) -> str:
         return str(result)
 
 
-def opening(row: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
+def opening(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a row's prompt.
 
     Raises:
@@ -141,6 +141,6 @@ def opening(row: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
     prompt = row.get("prompt", row.get("messages", row.get("question")))
     if prompt is None:
         raise TypeError(
-            f"{what} returned None, and the row has no prompt, messages or question: {sorted(row)!r:.200}"
+            f"reset returned None, and the row has no prompt, messages or question: {sorted(row)!r:.200}"
         )
     return messages(prompt, "the row's prompt")
