@@ -87,8 +87,8 @@ class Answered:
     """Whether it holds a tool call that can't be parsed."""
     messages: int = 0
     """Number of the branch's messages up to it."""
-    left: bool = False
-    """Whether its client went while it was sampled, with as much of it as it had read."""
+    streamed: bool = False
+    """Whether it was sent while it was sampled, so that its client may have gone with a part of it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -159,6 +159,8 @@ class Ticket:
     """``[P]`` everything before the turn."""
     room: int
     """Greatest number of tokens of the turn."""
+    streamed: bool = False
+    """Whether the turn is sent while it is sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -382,7 +384,7 @@ class Session:
 
     def record(self, ticket: Ticket, sample: Sample) -> Answered:
         """Adds the client's tokens and the turn that was sampled after them."""
-        branch, left = ticket.branch, ticket.branch.left
+        branch = ticket.branch
         self._release(ticket)
         branch.tokens += ticket.added
         branch.source += [int(Source.ENVIRONMENT)] * len(ticket.added)
@@ -403,7 +405,7 @@ class Session:
             text=sample.text,
             ended=sample.finish_reason is FinishReason.STOP,
             reason=sample.finish_reason,
-            left=left,
+            streamed=ticket.streamed,
         )
         branch.turns.append(turn)
         return turn
@@ -421,6 +423,8 @@ class Session:
         if not size:
             return False
         turn.end, turn.text = turn.start + size, text
+        # For the episode it ended there, as at a stop string.
+        turn.ended, turn.reason = True, FinishReason.STOP
         length = turn.end - branch.prompt
         for values in (branch.source, branch.logprobs):
             del values[length:]

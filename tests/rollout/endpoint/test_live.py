@@ -11,12 +11,14 @@ import openai
 import pytest
 
 # In this folder.
-from endpoint_calls import RUN_KEY, Served, run, sampling
+from endpoint_calls import CONTEXT, RUN_KEY, Served, planted, run, sampling, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tandem.common.records import FinishReason, Source
 from tandem.rollout.endpoint.live import GrowingText
+from tandem.rollout.endpoint.sessions import Session
 
 QUESTION = [{"role": "user", "content": "what is 2+2?"}]
 
@@ -192,6 +194,51 @@ def test_a_client_that_leaves_a_stream_of_a_session_goes_on_with_what_it_has_rea
             assert (found.branches, found.retokenised) == (0, 0)
 
     run(scenario())
+
+
+def test_a_client_that_leaves_a_stream_when_its_answer_is_whole_goes_on_with_what_it_has_read(
+    serving: Any,
+) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            session = served.open(sampling=sampling(max_new_tokens=60), stop=())
+            stream = await served.client(session).chat.completions.create(
+                model="tiny", messages=QUESTION, stream=True
+            )
+            # The engine is faster than the client, which hasn't read a word yet.
+            while not any(branch.turns for branch in session.branches):
+                await asyncio.sleep(0.001)
+            whole, shown = session.branches[0].turns[0].text, ""
+            async for chunk in stream:
+                shown += "".join(text_of(choice) for choice in chunk.choices)
+                if len(shown) > 10:
+                    break
+            await stream.close()
+            assert len(shown) < len(whole)
+            more = [{"role": "assistant", "content": shown}, {"role": "user", "content": "go on"}]
+            await served.client(session).chat.completions.create(
+                model="tiny", messages=[*QUESTION, *more], max_tokens=4
+            )
+            found = await served.endpoint.finish(session, was_cut=False)
+            assert (found.branches, found.retokenised) == (0, 0)
+            assert [found.texts[0], len(found.turns)] == [shown, 2]
+
+    run(scenario())
+
+
+def test_an_answer_that_was_cut_to_what_a_client_has_read_has_ended_by_itself() -> None:
+    session = Session("key", "url", spec(), CONTEXT)
+    ticket = session.begin([7])
+    ticket.streamed = True
+    sample = replace(planted([1, 2, 3], "abc"), finish_reason=FinishReason.LENGTH)
+    turn = session.record(ticket, sample)
+    assert turn.streamed
+    assert session.shorten(
+        ticket.branch, "ab", lambda tokens: "".join("?abc"[token] for token in tokens)
+    )
+    found = session.recorded(was_cut=False)
+    assert found is not None
+    assert (found.tokens.tolist(), found.finish_reason) == ([1, 2], FinishReason.STOP)
 
 
 def test_an_episode_that_ends_with_a_part_of_a_stream_keeps_that_turn(serving: Any) -> None:
