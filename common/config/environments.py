@@ -141,6 +141,14 @@ AnyEnvironment = Annotated[
     | AppWorldEnvironment,
     Field(discriminator="form"),
 ]
+FORMS: Mapping[str, type[Section]] = {
+    "tools": ToolsEnvironment,
+    "agent": AgentEnvironment,
+    "text": TextEnvironment,
+    "verifiers": VerifiersEnvironment,
+    "appworld": AppWorldEnvironment,
+}
+"""The class of each form."""
 
 
 class EnvironmentsConfig(Section):

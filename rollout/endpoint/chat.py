@@ -71,7 +71,7 @@ class Chat:
             tail = messages[count:]
             if not (count and tail and branch.tools == offered):
                 continue
-            if turn.left and turn is branch.turns[-1] and not branch.busy:
+            if turn.streamed and turn is branch.turns[-1] and not branch.busy:
                 self._shorten(session, branch, plain[:count])
             if branch.messages[:count] != plain[:count]:
                 continue
@@ -97,7 +97,8 @@ class Chat:
         return session.place(prompt, self.renderer.decode, repeats=repeats)
 
     def _shorten(self, session: Session, branch: Branch, given: list[dict[str, Any]]) -> None:
-        """Cuts an answer whose client has gone to what the client goes on with: by then there was more of it."""
+        """Cuts an answer whose client may have gone to what the client goes on with: there may have been more of it
+        by then, or all of it."""
         *before, said = given
         text = said["content"]
         if branch.messages[:-1] != before or said != {"role": "assistant", "content": text}:

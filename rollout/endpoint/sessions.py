@@ -8,7 +8,8 @@ stream, so that nothing that was sampled is ever encoded from text again:
 2. It begins with a stream up to the end of an earlier turn: a new branch with a copy of these tokens. So it is when a
    client asks once more, or tries two ways.
 3. Its text begins with the text of a stream, but the client has tokenised it another way: the recorded tokens stay,
-   and the rest of the prompt is added.
+   and the rest of the prompt is added. A client that has left an answer while it was sampled needs to have only the
+   beginning of it, to which it is cut.
 4. Otherwise it is a new branch. If it goes on behind a prompt that the session has answered, or holds an answer of
    the session's, a client has rendered this answer differently: it is counted as retokenised.
 
@@ -87,8 +88,10 @@ class Answered:
     """Whether it holds a tool call that can't be parsed."""
     messages: int = 0
     """Number of the branch's messages up to it."""
+    streamed: bool = False
+    """Whether it was sent while it was sampled, so that its client may have gone with a part of it."""
     left: bool = False
-    """Whether its client went while it was sampled, with as much of it as it had read."""
+    """Whether its client is known to have gone while it was sampled."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -159,6 +162,8 @@ class Ticket:
     """``[P]`` everything before the turn."""
     room: int
     """Greatest number of tokens of the turn."""
+    streamed: bool = False
+    """Whether the turn is sent while it is sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -264,6 +269,13 @@ class Session:
                 cut = _cut(prompt, said, decode) if text.startswith(said) else None
                 if cut is not None:
                     return self.extend(branch, prompt[cut:])
+                if branch.turns[-1].left:
+                    size, cut = _read_of(branch, said, prompt, text, decode)
+                    if cut is not None:
+                        self._cut_last(
+                            branch, size, decode(branch.tokens[branch.turns[-1].start :][:size])
+                        )
+                        return self.extend(branch, prompt[cut:])
             repeats = repeats or self._repeats(text, decode)
         ticket = self.begin(prompt)
         self.retokenised += repeats
@@ -403,6 +415,7 @@ class Session:
             text=sample.text,
             ended=sample.finish_reason is FinishReason.STOP,
             reason=sample.finish_reason,
+            streamed=ticket.streamed,
             left=left,
         )
         branch.turns.append(turn)
@@ -416,11 +429,18 @@ class Session:
             text: without special tokens.
             decode: gives such texts.
         """
-        turn = branch.turns[-1]
-        size = _cut(branch.tokens[turn.start :], text, decode)
+        size = _cut(branch.tokens[branch.turns[-1].start :], text, decode)
         if not size:
             return False
+        self._cut_last(branch, size, text)
+        return True
+
+    def _cut_last(self, branch: Branch, size: int, text: str) -> None:
+        """Cuts a branch's last turn to its first tokens, which have this text."""
+        turn = branch.turns[-1]
         turn.end, turn.text = turn.start + size, text
+        # For the episode it ended there, as at a stop string.
+        turn.ended, turn.reason = True, FinishReason.STOP
         length = turn.end - branch.prompt
         for values in (branch.source, branch.logprobs):
             del values[length:]
@@ -430,7 +450,6 @@ class Session:
             for s in branch.spans
             if s.start < length
         ]
-        return True
 
     def drop(self, ticket: Ticket) -> None:
         """Gives up a turn that wasn't sampled; its client may ask again."""
@@ -495,3 +514,36 @@ def _cut(prompt: list[int], said: str, decode: Decode) -> int | None:
         else:
             high = middle
     return low if decode(prompt[:low]) == said else None
+
+
+def _read_of(
+    branch: Branch, said: str, prompt: list[int], text: str, decode: Decode
+) -> tuple[int, int | None]:
+    """How much of a branch's last turn a prompt goes on from.
+
+    Args:
+        branch: its client has left its last turn.
+        said: the branch's text.
+        prompt: tokens of a request.
+        text: theirs.
+        decode: gives the text of tokens.
+
+    Returns:
+        Number of the turn's first tokens that the prompt's text holds, and of the prompt's tokens up to there; None
+        if there are none, or if a token of the prompt goes across.
+    """
+    turn = branch.turns[-1]
+    pairs = enumerate(zip(said, text, strict=False))
+    alike = next((place for place, (a, b) in pairs if a != b), min(len(said), len(text)))
+    low, high = turn.start, turn.end
+    # The last token whose text ends before they differ. The text of more tokens is at least as long.
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(decode(branch.tokens[:middle])) <= alike:
+            low = middle
+        else:
+            high = middle - 1
+    read = decode(branch.tokens[:low])
+    if low == turn.start or not text.startswith(read):
+        return 0, None
+    return low - turn.start, _cut(prompt, read, decode)

@@ -68,6 +68,7 @@ class Turns:
         if live is None:
             return await self.vouched(every)
         session, ticket = turns[0]
+        ticket.streamed = True
 
         async def end() -> None:
             ticket.branch.left = not session.is_over

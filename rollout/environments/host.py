@@ -117,7 +117,8 @@ def in_a_line(error: BaseException) -> str:
 def _place_in(error: BaseException) -> traceback.FrameSummary | None:
     """The place in the user's code where an exception was raised; None if it was raised in ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = os.path.dirname(__file__), import_path.__file__
+    # Python's own importing has no file that anybody could look into.
+    ours = os.path.dirname(__file__), import_path.__file__, "<frozen ", importlib.__file__
     return next((f for f in reversed(frames) if not f.filename.startswith(ours)), None)
 
 

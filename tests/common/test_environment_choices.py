@@ -47,8 +47,27 @@ def test_environments_with_names_that_are_nearly_alike_have_files_of_their_own()
             "only one can listen there: set environments.port=0, which takes free ones, or rollout.workers=1",
         ),
         ([USE, "environments.default=two"], "isn't one of environments.use: one"),
-        (["environments.use={one: {form: text, target: a b}}"], "should be an import path"),
-        (["environments.use={one: {form: game, target: 'a:b'}}"], "form"),
+        (
+            ["environments.use={one: {form: text, target: a b}}"],
+            "environments.use.one.target='a b': should be an import path",
+        ),
+        (
+            ["environments.use={one: {form: game, target: 'a:b'}}"],
+            "environments.use.one.form='game': it should be one of tools, agent, text, verifiers, appworld",
+        ),
+        (
+            ["environments.use={one: {target: 'a:b'}}"],
+            "environments.use.one has no form: it should be one of tools, agent, text, verifiers, appworld",
+        ),
+        (
+            ["environments.use={one: {form: text, target: 'a:b', parms: {}}}"],
+            "config key environments.use.one.parms .did you mean environments.use.one.params",
+        ),
+        (
+            ["environments.use={one: {form: text, target: 'a:b', python: x}}"],
+            "config key environments.use.one.python .form text has form, target, params",
+        ),
+        (["environments.use={one: {form: text}}"], "environments.use.one.target"),
         ([USE, "environments.tools=xml"], "environments.tools"),
         (["environments.use={'': {form: text, target: 'a:b'}}"], "the name '' of 0 bytes"),
         ([f"environments.use={{{'n' * 201}: {{form: text, target: 'a:b'}}}}"], "of 201 bytes"),

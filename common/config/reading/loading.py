@@ -16,6 +16,7 @@ from ...objectives import DEFAULT, KEYS, OwnObjective, check_name, kind_of, read
 from ...objectives.keys import switched_off
 from ..checks.choices import why_refused
 from ..checks.deepspeed import content_of
+from ..environments import FORMS
 from ..learner import unread_by
 from ..rollout import may_be_vllm
 from ..tree import DETERMINISTIC, Config
@@ -280,12 +281,20 @@ def _explain(error: ValidationError, objective: Any) -> str:
     lines = []
     for problem in error.errors():
         place = [str(part) for part in problem["loc"]]
+        form = None
         if place[:2] == ["learner", "objective"]:
             # The name of the objective's class isn't part of the key.
             del place[2:3]
+        elif place[:2] == ["environments", "use"] and len(place) > 3:
+            # Nor is the form of an environment.
+            form = place.pop(3)
         key, value = ".".join(place), problem.get("input")
-        if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            lines.append(_unknown(key, objective))
+        if problem["type"].startswith("union_tag"):
+            named = problem.get("ctx", {}).get("tag")
+            said = f"{key}.form={named!r}: " if named is not None else f"{key} has no form: "
+            lines.append(f"{said}it should be one of {', '.join(FORMS)}")
+        elif problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            lines.append(_unknown(key, objective) if form is None else _unknown_of(key, form))
         elif problem["type"] == "value_error":
             message = str(problem.get("ctx", {}).get("error", problem["msg"]))
             shown = f"{key}: " if isinstance(value, Mapping) else f"{key}={value!r}: "
@@ -303,6 +312,15 @@ def _unknown(key: str, objective: Any) -> str:
             f"prints what is read)"
         )
     return f"unknown config key {key}{nearest_key(key)}"
+
+
+def _unknown_of(key: str, form: str) -> str:
+    """What is said of an unknown key of an environment of that form."""
+    place, _, last = key.rpartition(".")
+    valid = FORMS[form].model_fields
+    near = difflib.get_close_matches(last, valid, n=1, cutoff=0.6)
+    meant = f"did you mean {place}.{near[0]}?" if near else f"form {form} has {', '.join(valid)}"
+    return f"unknown config key {key} ({meant})"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

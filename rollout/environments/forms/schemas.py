@@ -65,6 +65,16 @@ def schema_of(method: Callable[..., Any], name: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def takes_names(method: Callable[..., Any]) -> bool:
+    """Whether a bound method takes arguments by name; so does one without a signature, as far as is known."""
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except ValueError:
+        return True
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    return any(parameter.kind not in by_place for parameter in parameters)
+
+
 def _hints_of(method: Callable[..., Any]) -> dict[str, Any]:
     """Hints by parameter, without those that name what only a type checker imports."""
     found: dict[str, Any] = {}

@@ -29,7 +29,7 @@ from typing import Any
 
 from ..pipes import Done, Phase, Play
 from .asking import Answer, Asker, EpisodeTooLong
-from .schemas import schema_of
+from .schemas import schema_of, takes_names
 from .values import Awaiting, as_text, bounded, bounded_messages, messages, number, opening
 
 MALFORMED = (
@@ -54,6 +54,10 @@ class ToolEpisodes:
         kind = type(self._environment)
         if not callable(getattr(kind, "reset", None)):
             raise TypeError(f"{kind.__name__} has no method reset")
+        if not takes_names(self._environment.reset):
+            raise TypeError(
+                f"{kind.__name__}.reset takes nothing by name, and gets each column of a row so: write reset(self, **row)"
+            )
         self._tools = {name: getattr(self._environment, name) for name in tools_of(kind)}
         self._schemas = [schema_of(getattr(kind, name), name) for name in self._tools]
         self._finish = Awaiting()

@@ -75,6 +75,10 @@ class Typed:
     def look(self, where: subprocess.Popen):
         '''Looks.'''
 
+class NoColumns:
+    def reset(self):
+        return None
+
 print("a module that prints")
 """
 
@@ -117,6 +121,7 @@ def test_a_slow_one_has_as_long_as_in_the_run(
         (("text", "nowhere.at_all:World"), "ModuleNotFoundError: No module named 'nowhere'"),
         (("text", "my_world:NoSteps"), "NoSteps has no method step"),
         (("tools", "my_world:Typed"), "tool look: where has the hint"),
+        (("tools", "my_world:NoColumns"), "NoColumns.reset takes nothing by name"),
         (("text", "my_world:World", {"size": 0}), "ZeroDivisionError"),
         (("text", "my_world:Refusing"), "ValueError: two things: one two (my_world.py"),
         (("text", "my_world:NoRow"), "NoRow.reset can't be called with a row: too many"),
@@ -134,6 +139,14 @@ def test_one_that_cannot_be_loaded_is_named_with_the_reason(
     with pytest.raises(ConfigError, match=r"environments.use.bad.target=") as refused:
         check(good={"form": "text", "target": "my_world:World"}, bad=bad)
     assert words in str(refused.value)
+    assert "<frozen" not in str(refused.value)
+
+
+def test_a_module_that_isnt_python_is_named_with_its_line(check: Any, tmp_path: Path) -> None:
+    (tmp_path / "my_world.py").write_text("class World\n    pass\n")
+    with pytest.raises(ConfigError) as refused:
+        check(bad={"form": "text", "target": "my_world:World"})
+    assert str(refused.value).endswith("SyntaxError: expected ':' (my_world.py, line 1)")
 
 
 @pytest.mark.parametrize(

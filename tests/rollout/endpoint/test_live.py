@@ -11,12 +11,14 @@ import openai
 import pytest
 
 # In this folder.
-from endpoint_calls import RUN_KEY, Served, run, sampling
+from endpoint_calls import CONTEXT, RUN_KEY, Served, planted, run, sampling, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tandem.common.records import FinishReason, Source
 from tandem.rollout.endpoint.live import GrowingText
+from tandem.rollout.endpoint.sessions import Session
 
 QUESTION = [{"role": "user", "content": "what is 2+2?"}]
 
@@ -192,6 +194,116 @@ def test_a_client_that_leaves_a_stream_of_a_session_goes_on_with_what_it_has_rea
             assert (found.branches, found.retokenised) == (0, 0)
 
     run(scenario())
+
+
+def test_a_client_that_leaves_a_stream_when_its_answer_is_whole_goes_on_with_what_it_has_read(
+    serving: Any,
+) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            session = served.open(sampling=sampling(max_new_tokens=60), stop=())
+            stream = await served.client(session).chat.completions.create(
+                model="tiny", messages=QUESTION, stream=True
+            )
+            # The engine is faster than the client, which hasn't read a word yet.
+            while not any(branch.turns for branch in session.branches):
+                await asyncio.sleep(0.001)
+            whole, shown = session.branches[0].turns[0].text, ""
+            async for chunk in stream:
+                shown += "".join(text_of(choice) for choice in chunk.choices)
+                if len(shown) > 10:
+                    break
+            await stream.close()
+            assert len(shown) < len(whole)
+            more = [{"role": "assistant", "content": shown}, {"role": "user", "content": "go on"}]
+            await served.client(session).chat.completions.create(
+                model="tiny", messages=[*QUESTION, *more], max_tokens=4
+            )
+            found = await served.endpoint.finish(session, was_cut=False)
+            assert (found.branches, found.retokenised) == (0, 0)
+            assert [found.texts[0], len(found.turns)] == [shown, 2]
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_a_stream_of_text_goes_on_with_what_it_has_read(serving: Any) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            session = served.open(sampling=sampling(max_new_tokens=1500), stop=())
+            asking, shown = served.client(session).completions, ""
+            stream = await asking.create(model="tiny", prompt="ab", stream=True)
+            async for chunk in stream:
+                shown += "".join(text_of(choice) for choice in chunk.choices)
+                if len(shown) > 20:
+                    break
+            await stream.close()
+            await asking.create(model="tiny", prompt=f"ab{shown}\ngo on\n", max_tokens=4)
+            found = await served.endpoint.finish(session, was_cut=False)
+            first, second = found.turns
+            assert found.texts[0] == shown
+            assert (found.branches, found.retokenised) == (0, 0)
+            told = served.tokenizer.decode(found.tokens[first.end : second.start].tolist())
+            assert told == "\ngo on\n"
+            own = np.isfinite(found.logprobs)
+            assert (own == (found.source == Source.OWN)).all()
+            assert own.sum() == first.end - first.start + second.end - second.start
+
+    run(scenario())
+
+
+def left_with(tokens: list[int]) -> Session:
+    """A session whose client has left its first answer: these tokens behind the token 0."""
+    session = Session("key", "url", spec(), CONTEXT)
+    ticket = session.begin([0])
+    ticket.streamed = ticket.branch.left = True
+    session.record(ticket, planted(tokens, letters(tokens)))
+    return session
+
+
+def letters(tokens: Any) -> str:
+    """Texts of a vocabulary in which the last token has two letters."""
+    return "".join(("?", "a", "b", "c", "bc")[token] for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "prompt", "kept", "added"),
+    [
+        ([1, 2, 3], [0, 1, 2, 1, 1], [1, 2], [1, 1]),
+        ([1, 4, 1], [0, 1, 2, 1], [1], [2, 1]),
+        ([1, 4, 1], [0, 1, 2, 3, 2], [1, 4], [2]),
+        ([1, 2, 1], [0, 1, 4, 3], None, None),
+        ([1, 2, 3], [0, 3, 3, 3], None, None),
+        ([1, 2, 3], [1, 2, 3], None, None),
+    ],
+)
+def test_of_a_text_that_was_left_the_tokens_stay_that_the_next_prompt_holds(
+    sampled: list[int], prompt: list[int], kept: list[int] | None, added: list[int] | None
+) -> None:
+    session = left_with(sampled)
+    ticket = session.place(prompt, letters)
+    first = session.branches[0]
+    if kept is None:
+        assert ticket.is_new
+        assert first.tokens == [0, *sampled]
+        return
+    assert (ticket.branch, first.tokens, ticket.added) == (first, [0, *kept], added)
+    assert (len(first.logprobs), first.turns[0].end) == (len(kept), 1 + len(kept))
+    assert session.retokenised == 0
+
+
+def test_an_answer_that_was_cut_to_what_a_client_has_read_has_ended_by_itself() -> None:
+    session = Session("key", "url", spec(), CONTEXT)
+    ticket = session.begin([7])
+    ticket.streamed = True
+    sample = replace(planted([1, 2, 3], "abc"), finish_reason=FinishReason.LENGTH)
+    turn = session.record(ticket, sample)
+    assert turn.streamed
+    assert session.shorten(
+        ticket.branch, "ab", lambda tokens: "".join("?abc"[token] for token in tokens)
+    )
+    found = session.recorded(was_cut=False)
+    assert found is not None
+    assert (found.tokens.tolist(), found.finish_reason) == ([1, 2], FinishReason.STOP)
 
 
 def test_an_episode_that_ends_with_a_part_of_a_stream_keeps_that_turn(serving: Any) -> None:
