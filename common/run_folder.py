@@ -253,6 +253,8 @@ class RunFolder:
 
     def write_join(self, info: JoinInfo) -> None:
         """Writes ``join.json`` with mode 0600."""
+        for left in self.path.glob(f".{self.join.name}.*"):
+            left.unlink(missing_ok=True)  # Whoever wrote it was killed, and it holds a password.
         write_private(self.join, json.dumps(sealed(structs.asdict(info))) + "\n")
 
     def read_run(self) -> dict[str, Any]:

@@ -145,6 +145,8 @@ class Saver:
         require_same(newest.state, self._state, newest.folder)
         require_same_frozen(newest.state, self._state)
         self._leader.load(newest.folder)
+        with self._leader.waiting():
+            self._checkpoints.point_to(newest)
         self.saved = newest.version.step
         return self.saved
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import xxhash
 
+from ...common import disk
 from ...common.errors import DataError
 from ...common.plain import SEAL, damaged, fits, read_object, sealed, unsealed
 from ...common.records import Version
@@ -195,11 +196,23 @@ class Checkpoints:
         place.mkdir(parents=True)
         return place
 
+    def point_to(self, checkpoint: Checkpoint) -> None:
+        """Has ``LATEST`` name a checkpoint, as a save may have been killed before it did.
+
+        Raises:
+            DiskFull: there was no space for too long.
+        """
+        path, content = self.folder / LATEST, checkpoint.folder.name + "\n"
+        if not path.exists() or path.read_bytes() != content.encode():
+            disk.persist(path, lambda: write_atomic(path, content))
+
     def clean(self) -> None:
         """Removes what an interrupted write has left."""
         for path in self.folder.glob(".*"):
             if path.is_dir() and (path.name.endswith((".tmp", ".old"))):
                 shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(f".{LATEST}."):
+                path.unlink(missing_ok=True)
 
     def _let_go(self, newest: int) -> None:
         everything = self.all()

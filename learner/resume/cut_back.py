@@ -29,6 +29,12 @@ def cut_back(path: Path, step: int, aside: Path) -> None:
         step: records of this step and of earlier ones stay.
         aside: folder for what is cut, as ``metrics-above-38.1.jsonl``.
     """
+    for folder, names in (
+        (path.parent, f".{path.stem}*.jsonl.*"),
+        (aside, f".{path.stem}-above-*"),
+    ):
+        for left in folder.glob(names):
+            left.unlink(missing_ok=True)  # A learner was killed while it cut.
     affected: dict[Path, list[bool | None]] = {}
     for part in reversed(parts(path)):
         stays, reaches_back = _look(part, step)

@@ -1,9 +1,9 @@
 """The learner's own record on disk of what it took and what it applied.
 
-Each step has one row. Records ``applied`` and ``quarantined`` above the step of a later ``resumed``
-belong to a line of history that was given up; the step then has such a record again. The form of the
-files is described in :mod:`.journal_file`. In memory, a step takes 19 bytes: its place on disk, its
-row's digest and its outcome.
+Each step has one row. Records ``applied`` above the step of a later ``resumed`` belong to a line
+of history that was given up; the step then has such a record again. A step that is ``quarantined``
+stays so, and isn't recorded again. The form of the files is described in :mod:`.journal_file`. In
+memory, a step takes 19 bytes: its place on disk, its row's digest and its outcome.
 """
 
 from __future__ import annotations

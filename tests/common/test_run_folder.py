@@ -94,3 +94,12 @@ def test_the_time_of_a_supervisor_that_was_killed_counts_to_its_last_sign_of_lif
     # As an older version wrote it, and nothing at all.
     assert wall_seconds({"state": "running", "wall_seconds": 7, "began": 1000.0}) == 7.0
     assert wall_seconds({}) == 0.0
+
+
+def test_the_password_that_a_killed_writer_left_beside_the_join_file_is_removed(
+    tmp_path: Path,
+) -> None:
+    left = tmp_path / ".join.json.4711"
+    left.write_text("password")
+    RunFolder(tmp_path).write_join(INFO)
+    assert [path.name for path in tmp_path.iterdir()] == ["join.json"]

@@ -195,3 +195,13 @@ def test_a_checkpoint_that_says_nothing_of_the_reference_is_loaded(tmp_path: Pat
     loaded: list[Path] = []
     saver(tmp_path, 2, 1, loaded, frozen={"base": "1"}).load_newest(5)
     assert loaded == [place]
+
+
+def test_latest_names_what_was_loaded_also_after_a_save_that_was_killed_before_it_said_so(
+    tmp_path: Path,
+) -> None:
+    kept = save(tmp_path, "policy")
+    latest = kept.parent / "LATEST"
+    latest.write_text("step-00000003\n")
+    assert saver(tmp_path, 2, 1, []).load_newest(9) == 5
+    assert latest.read_text() == f"{kept.name}\n"

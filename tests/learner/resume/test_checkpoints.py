@@ -9,6 +9,8 @@ import pytest
 
 from tandem.common.errors import FencedError
 from tandem.common.records import Version
+from tandem.common.run_folder import write_atomic
+from tandem.learner.resume import checkpoints as module
 from tandem.learner.resume.checkpoints import Checkpoints
 
 
@@ -56,6 +58,35 @@ def test_a_write_that_fails_leaves_the_old_one_and_no_new_one(tmp_path: Path) ->
     again = Checkpoints(tmp_path)
     again.clean()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "step-00000003"]
+
+
+def test_what_a_killed_save_has_left_is_made_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 3)
+
+    def killed(path: Path, content: str) -> None:
+        if path.name == "LATEST":
+            path.with_name(f".{path.name}.4711").write_text(content)
+            raise KeyboardInterrupt
+        write_atomic(path, content)
+
+    monkeypatch.setattr(module, "write_atomic", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(checkpoints, 6)
+    monkeypatch.undo()
+    again = Checkpoints(tmp_path)
+    again.clean()
+    newest = again.newest()
+    assert newest is not None
+    again.point_to(newest)
+    assert (tmp_path / "LATEST").read_text() == "step-00000006\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "LATEST",
+        "step-00000003",
+        "step-00000006",
+    ]
 
 
 def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:

@@ -34,6 +34,20 @@ def test_a_file_with_nothing_to_cut_is_left_as_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "cut").exists()
 
 
+def test_what_a_killed_learner_left_of_its_cut_is_removed(tmp_path: Path) -> None:
+    path, aside = tmp_path / "metrics.jsonl", tmp_path / "cut"
+    path.write_text('{"step": 1}\n')
+    aside.mkdir()
+    other = tmp_path / ".samples.jsonl.4711"
+    left = [tmp_path / ".metrics.jsonl.4711", tmp_path / ".metrics-0002.jsonl.4711"]
+    left.append(aside / ".metrics-above-1.1.jsonl")
+    for one in (other, *left):
+        one.write_text('{"step": 1}\n')
+    cut_back(path, 1, aside)
+    assert other.exists()
+    assert not any(one.exists() for one in left)
+
+
 def test_a_line_that_cannot_be_read_is_kept_and_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
