@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tandem.common import prompts
 from tandem.common.config import Config, to_yaml
-from tandem.common.errors import ConfigError, DataError, TandemError
+from tandem.common.errors import ConfigError, DataError, StoreError, TandemError
 from tandem.common.hub import TOKENIZER_FILES
 from tandem.common.models import resolve
 from tandem.common.records import Verdict
@@ -514,7 +514,9 @@ def test_loading_may_be_repeated(made: Path, join: JoinInfo) -> None:
     for _ in range(2):
         load_data(ledger, runs, config, found)
     assert len(runs.all_trace_ids()) == 3
-    assert len(runs.problem_ids("fresh")) == 6
+    assert len(runs.problems([f"fresh/{row}" for row in range(6)])) == 6
+    with pytest.raises(StoreError):
+        runs.problems(["fresh/6"])
     assert len(runs.eval_set("heldout")) == 5
     reload(ledger, runs, config, found.sources, found.data_digest)
     store.close()
@@ -571,7 +573,6 @@ def test_a_ledger_that_rejects_groups_of_one_sample_is_not_gone_on_with(
     made: Path, join: JoinInfo
 ) -> None:
     """It was begun by a version that asked for two verdicts whatever the objective."""
-    from tandem.common.errors import StoreError
 
     alone = ("rollout.group_size=1", "expert.per_group=0", "learner.objective.name=reinforce_pp")
     config: Config = load("miniature").resolve([*PLAIN, *alone])
