@@ -499,6 +499,18 @@ def test_the_code_of_a_module_in_an_archive_is_not_looked_at(
     assert own_code(build(tree)) == {}
 
 
+def test_a_run_that_0_2_0_was_given_none_as_a_text_goes_on_with_it(here: Path) -> None:
+    preset = load("miniature")
+    opening = open_folder(preset, ["data.system_prompt='None'"], fresh=False)
+    opening.folder.make()
+    opening.folder.write_config(to_yaml(opening.config))
+    record = RunRecord(opening, began=0.0)
+    record.begin(preset, opening, port=1)
+    record.write(overrides=["data.system_prompt=None"])
+    again = open_folder(preset, ["run.steps=99"], fresh=False)
+    assert (again.kind, again.config.data.system_prompt) == (Kind.RESUMED, "None")
+
+
 def test_the_record_of_a_run_keeps_no_password(tmp_path: Path) -> None:
     preset = load("miniature")
     words = [f"run.dir={tmp_path / 'run'}", "replay.redis_url=redis://:secret@h:1/0"]
