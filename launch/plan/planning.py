@@ -326,7 +326,7 @@ def _problems(
     for gpu, total in totals.items():
         if total > node.memory:
             names = [one.name for one in planned if gpu in one.gpus]
-            ways = ", ".join([*_room_on(config, names, device, node.memory), "or larger GPUs"])
+            ways = ", ".join([*_room_on(config, names, device, node.memory), "larger GPUs"])
             told = f"would hold {human(total)} of {human(node.memory)}; what helps: {ways}"
             alike.setdefault(told, []).append(str(gpu))
     for told, gpus in alike.items():

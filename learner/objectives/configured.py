@@ -9,7 +9,7 @@ from ...common.config.checks.updates import STALE_RULES
 from ...common.config.groups import has_groups
 from ...common.errors import ConfigError
 from ...common.objectives import OwnObjective
-from ...common.objectives.keys import Kl
+from ...common.objectives.keys import WITHOUT_GROUP, Kl
 from . import Distill, Objective, Ppo, make
 from .preference import Preference
 
@@ -79,10 +79,15 @@ def check_own(objective: Objective, config: Config) -> None:
     named = f"learner.objective.name={wanted.name}"
     least = wanted.least_verdicts
     if settings.least_verdicts != least and config.learner.source == "ledger":
+        compared = settings.least_verdicts > 1
+        # A preference compares rows whatever its advantage.
+        fits = (
+            "group_mean" if compared and settings.baseline in WITHOUT_GROUP else settings.baseline
+        )
         log.warning(
-            f"{named} has advantage={settings.baseline} from its class or from learner.objective.params, and the ledger, "
-            f"which can't look there, keeps groups of {least} or more verdicts, as for advantage={wanted.baseline}: set "
-            f"learner.objective.advantage={settings.baseline} in a new run"
+            f"{named} {'compares the' if compared else 'compares no'} rows of a group, by its class or by "
+            f"learner.objective.params, and the ledger, which can't look there, keeps groups of {least} or more verdicts, "
+            f"as for advantage={wanted.baseline}: set learner.objective.advantage={fits} in a new run"
         )
     if isinstance(objective, Preference) and not has_groups(config) and not wanted.rejected:
         raise ConfigError(

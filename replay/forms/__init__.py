@@ -32,7 +32,7 @@ from . import (
     question_answer,
     task,
 )
-from .files import Raw, data_files, raw_rows
+from .files import Raw, data_files, empty_columns, raw_rows
 from .form import Form
 from .row import Content, Message, RowError, UnwantedRow
 
@@ -131,7 +131,7 @@ def read_rows(
     number = 0
     named = named_form(form) if form is not None else None
     for file in data_files(path):
-        found, rows = named, _raw(file, named)
+        found, rows, empty = named, _raw(file, named), _unseen(file, form)
         for index in itertools.count():
             if (raw := next(rows, None)) is None:
                 break
@@ -143,10 +143,10 @@ def read_rows(
                     raise raw
                 if found is None:
                     ahead = list(itertools.islice(rows, LOOKED_AT - 1))
-                    found = form_of(file, raw, *_readable(ahead))
+                    found = form_of(file, *_readable([raw, *ahead], empty))
                     rows = itertools.chain(ahead, rows)
                     del ahead
-                content = _reader(file, found, whole)(raw)
+                content = _reader(file, found, whole)(_without(raw, empty))
             except RowError as error:
                 unwanted = isinstance(error, UnwantedRow)
                 if (refuses or left_out is None) and not unwanted:
@@ -171,15 +171,24 @@ def check_form(path: Path, form: str | None = None, *, whole: bool = False) -> N
     for file in data_files(path):
         firsts = list(itertools.islice(_raw(file, named), LOOKED_AT))
         is_empty = is_empty and not firsts
-        readable = _readable(firsts)
+        readable = _readable(firsts, _unseen(file, form))
         if named is not None or readable:
             _reader(file, named or form_of(file, *readable), whole)
     if is_empty:
         raise DataError(f"{path} holds no rows: name a file with at least one problem")
 
 
-def _readable(rows: list[Raw]) -> list[Mapping[str, Any]]:
-    return [row for row in rows if not isinstance(row, RowError)]
+def _readable(rows: list[Raw], empty: frozenset[str]) -> list[Mapping[str, Any]]:
+    return [_without(row, empty) for row in rows if not isinstance(row, RowError)]
+
+
+def _unseen(file: Path, form: str | None) -> frozenset[str]:
+    """Columns that Tandem's own forms don't see. A form of the user's own, and an environment, may ask for them."""
+    return frozenset() if form is not None and ":" in form else empty_columns(file)
+
+
+def _without(row: Mapping[str, Any], empty: frozenset[str]) -> Mapping[str, Any]:
+    return {name: row[name] for name in row if name not in empty} if empty else row
 
 
 def _reader(file: Path, form: Form, whole: bool) -> Callable[[Mapping[str, Any]], Content]:

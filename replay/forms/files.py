@@ -116,10 +116,8 @@ def _plain(batch: pa.RecordBatch) -> Iterator[Raw]:
 
 
 def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
-    """Rows under the header that the file begins with, without the columns that are empty in all of them."""
+    """Rows under the header that the file begins with."""
     csv.field_size_limit(MAX_ROW_CHARACTERS)
-    empty = _empty_columns(file)
-    file.seek(0)
     lines = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     header: list[str] | None = None
     try:
@@ -142,8 +140,7 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
             else:
                 # An empty cell is how CSV writes that there is no value, and some writers leave the last ones out.
                 filled = (cell if cell.strip() else None for cell in cells)
-                row = enumerate(itertools.zip_longest(header, filled))
-                yield dict(column for place, column in row if place not in empty)
+                yield dict(itertools.zip_longest(header, filled))
     except csv.Error as error:
         raise DataError(
             f"{path} line {lines.line_num} can't be read as CSV: {_first_line(error)}"
@@ -155,24 +152,30 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
         ) from None
 
 
-def _empty_columns(file: IO[bytes]) -> set[int]:
-    """Places of the columns in which no row has a value: a header alone says nothing. The rows after those in which
-    every column has had one aren't looked at."""
-    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-    empty: set[int] | None = None
+def empty_columns(path: Path) -> frozenset[str]:
+    """Columns of a CSV file in which no row has a value: a header alone says nothing. None of other files.
+
+    The rows after those in which every column has had a value aren't looked at.
+    """
+    if path.suffix != ".csv":
+        return frozenset()
+    csv.field_size_limit(MAX_ROW_CHARACTERS)
+    header: list[str] | None = None
+    empty: set[str] = set()
     try:
-        for cells in csv.reader(text, strict=True):
-            if empty is None:
-                empty = set(range(len(cells))) if cells else None
-            else:
-                empty -= {place for place, cell in enumerate(cells) if cell.strip()}
-                if not empty:
-                    break
-    except (csv.Error, UnicodeDecodeError):
+        with open(path, encoding="utf-8-sig", newline="") as text:
+            for cells in csv.reader(text, strict=True):
+                if header is None:
+                    header = cells or None
+                    empty = set(cells)
+                else:
+                    pairs = zip(header, cells, strict=False)
+                    empty -= {name for name, cell in pairs if cell.strip()}
+                    if not empty:
+                        break
+    except (OSError, csv.Error, UnicodeDecodeError):
         pass  # Whoever reads the rows is told of it.
-    finally:
-        text.detach()  # It would close the file.
-    return empty or set()
+    return frozenset(empty)
 
 
 def _json(path: Path, file: IO[bytes]) -> Iterator[Raw]:

@@ -65,7 +65,7 @@ _MIXED = re.compile(
     r"| (?P<a4>\d{1,4}) ?/ ?(?P<b4>\d{1,4}))"
 )
 _PERCENT = re.compile(
-    r"\s*(?:\\?%|(?:\\(?:text|mathrm|textbf)\s*\{\s*)?(?:percentage points|percentage|per ?cent|pct)\s*\}?)$",
+    r"\s*(?:\\?%|(?:\\(?:text|mathrm|textbf)\s*\{\s*)?(?:percentage points|percentage|per ?cent|pct|prozent)\s*\}?)$",
     re.IGNORECASE,
 )
 _TEXT_UNIT = re.compile(
@@ -121,7 +121,7 @@ _NO_NOUNS = re.compile(
     rf"\b(?:{_NUMBER_WORD}|or|and|nor|not|than|maybe|perhaps|possibly|but|if|when|where|plus|minus|mod|modulo"
     r"|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tens|tenths?"
     r"|(?:hundred|thousand|million|billion|trillion)(?:th)?s?|dozens?|base|least|most|more|less|fewer|pi|sqrt|sin"
-    r"|hundert|tausend|million(?:en|es)|milliarden?|billionen|mill?e|mil|milliards?|prozent|dutzend|halbe|drittel|viertel|hoch"
+    r"|hundert|tausend|million(?:en|es)|milliarden?|billionen|mill?e|mil|milliards?|dutzend|halbe|drittel|viertel|hoch"
     r"|cos|tan|log|exp|alpha|beta|theta|over|divided|doubled|tripled|choose|percent|otherwise"
     rf"|{DENIALS}|unless|either|instead)\b",
     re.IGNORECASE,

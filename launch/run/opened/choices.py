@@ -138,6 +138,7 @@ def own_code(config: Config) -> dict[str, str]:
     ]
     digests = {}
     for path in filter(is_import_path, named):
-        if (source := source_of(path)) is not None:
+        # A module may stand in an archive, where it is no file.
+        if (source := source_of(path)) is not None and source.is_file():
             digests[split_path(path)[0]] = xxhash.xxh3_64_hexdigest(source.read_bytes())
     return digests

@@ -19,6 +19,7 @@ from ...host.folder_lock import FolderLock
 from ...host.redis_server import without_password
 from ...wording import shown
 from .presets import Preset, load, split
+from .record import from_kept
 
 if TYPE_CHECKING:
     from ....common.config import Config
@@ -298,7 +299,7 @@ def _given_before(preset: Preset, run: dict[str, Any]) -> list[str]:
     """
     if not _is_of(preset, run):
         return []
-    words = [str(word) for word in run.get("overrides", [])]
+    words = [from_kept(str(word)) for word in run.get("overrides", [])]
     return [word for word in words if word.partition("=")[0].strip() != "run.dir"]
 
 

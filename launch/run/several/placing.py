@@ -16,6 +16,7 @@ from ....common.errors import ConfigError, DataError
 from ....common.run_folder import RunFolder, read_stages
 from ...wording import shown
 from ..opened.presets import Preset, over
+from ..opened.record import from_kept
 
 _NAMED = re.compile(r"\{([a-z][a-z0-9-]*)\}")
 ROUND = "{round}"
@@ -289,7 +290,7 @@ def begun_before(top: RunFolder, preset: Preset) -> dict[str, Any] | None:
             f"{shown(top.path)} holds something other than the stages of {preset.name}: name another "
             f"folder with run.dir=…"
         )
-    return record
+    return {**record, "overrides": [from_kept(word) for word in record.get("overrides", [])]}
 
 
 def _others(top: RunFolder) -> bool:

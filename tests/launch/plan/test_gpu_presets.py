@@ -180,6 +180,8 @@ def test_what_makes_room_on_a_gpu_is_named_by_who_is_on_it() -> None:
         "learner.offload=optimizer",
     } < {*learner}
     assert engine == ["rollout.groups_per_batch=32", "rollout.max_new_tokens=1536"]
+    room = problems("qwen2.5-math-1.5b-grpo-2gpu")[0].partition("what helps: ")[2]
+    assert room.endswith("), larger GPUs")
     shared = problems("qwen2.5-0.5b-grpo-1gpu", *torch)
     assert "learner.lora={} (frees" in shared[0]
     alike = problems("qwen2.5-math-7b-luffy-8gpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -485,6 +486,29 @@ def test_the_code_of_every_setting_that_names_some_is_looked_at(here: Path) -> N
         "environments": {"use": {"w": {"form": "text", "target": "own_world:F"}}},
     }
     assert sorted(own_code(build(tree))) == sorted(f"own_{name}" for name in names)
+
+
+def test_the_code_of_a_module_in_an_archive_is_not_looked_at(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(here / "mine.zip", "w") as archive:
+        archive.writestr("zipped.py", "")
+    monkeypatch.syspath_prepend(here / "mine.zip")
+    tree = {"rollout": {"engine": "zipped:f"}, "run": {"steps": 9}}
+    tree["data"] = {"train": [{"path": "x.jsonl"}]}
+    assert own_code(build(tree)) == {}
+
+
+def test_a_run_that_0_2_0_was_given_none_as_a_text_goes_on_with_it(here: Path) -> None:
+    preset = load("miniature")
+    opening = open_folder(preset, ["data.system_prompt='None'"], fresh=False)
+    opening.folder.make()
+    opening.folder.write_config(to_yaml(opening.config))
+    record = RunRecord(opening, began=0.0)
+    record.begin(preset, opening, port=1)
+    record.write(overrides=["data.system_prompt=None"])
+    again = open_folder(preset, ["run.steps=99"], fresh=False)
+    assert (again.kind, again.config.data.system_prompt) == (Kind.RESUMED, "None")
 
 
 def test_the_record_of_a_run_keeps_no_password(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import pickle
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ def test_csv_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
         list(files_module.raw_rows(path))
     # Spreadsheets write columns without a name behind the others.
     path.write_text("question,answer,,\n1+1?,2,,\n")
-    assert list(files_module.raw_rows(path)) == [{"question": "1+1?", "answer": "2"}]
+    assert list(files_module.raw_rows(path)) == [{"question": "1+1?", "answer": "2", "": None}]
 
 
 def test_a_field_of_csv_may_be_long_and_one_that_is_too_long_is_told_by_its_line(
@@ -278,9 +279,25 @@ def test_a_column_of_csv_that_is_empty_in_all_rows_is_absent(tmp_path: Path) -> 
     # What is wrong further down is told where it stands.
     path.write_text('question,answer,note\n1+1?,2,\n"1+2?,3,\n')
     rows = files_module.raw_rows(path)
-    assert next(rows) == {"question": "1+1?", "answer": "2"}
+    assert next(rows) == {"question": "1+1?", "answer": "2", "note": None}
     with pytest.raises(DataError, match=r"a\.csv line 3 can't be read as CSV"):
         next(rows)
+
+
+def hinted(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"question": f"{row['question']} {row['hint'] or ''}".strip(), "answer": row["answer"]}
+
+
+def test_environments_and_own_forms_get_the_columns_of_csv_that_are_empty_in_all_rows(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("question,answer,hint\n1+1?,2,\n")
+    whole = {"question": "1+1?", "answer": "2", "hint": None}
+    (row,) = read_rows(path)
+    assert (row.raw, row.content.extra) == (whole, {})
+    (row,) = read_rows(path, f"{__name__}:hinted")
+    assert (row.raw, row.content.prompt[0].content) == (whole, "1+1?")
 
 
 def test_a_folder_is_all_data_files_in_it_csv_too(tmp_path: Path) -> None:
