@@ -56,6 +56,9 @@ KEPT_BYTES = 256 << 20
 """Memory that is kept for later groups."""
 LINGER_MS = 2_000
 """Time for the last receipts to leave when the pool does."""
+READ_SECONDS = 0.3
+"""Time that workers have to read their last receipts: a DEALER drops what it hasn't read of a connection that closes
+(``ZMQ_IMMEDIATE``), and its worker would wait for them until it asks again."""
 ALARM_SECONDS = 60.0
 """Between two warnings of an alarm that goes on."""
 
@@ -95,6 +98,7 @@ class Pool:
         self._seconds = 0.0
         self._drain: Wait | None = None
         self._alarmed = -ALARM_SECONDS
+        self._answered = -READ_SECONDS
 
     def stop(self) -> None:
         """Accept nothing more, finish what is in flight, end."""
@@ -124,6 +128,7 @@ class Pool:
                 listening = True
             if self._drain:
                 if not self._work:
+                    time.sleep(max(0.0, self._answered + READ_SECONDS - now))
                     return
                 self._drain.what = f"finish {len(self._work)} groups"
                 if self._drain.expired(logger.warning):
@@ -181,7 +186,7 @@ class Pool:
         batch = list(self._done)
         self._done.clear()
         receipts = self._ledger.commit_many([group for _, group in batch])
-        now = time.monotonic()
+        now = self._answered = time.monotonic()
         for (key, group), receipt in zip(batch, receipts, strict=True):
             work = self._work.pop(key)
             self._counts[receipt.result.value] += 1
