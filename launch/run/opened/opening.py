@@ -18,8 +18,7 @@ from ....common.run_folder import RunFolder, read_join
 from ...host.folder_lock import FolderLock
 from ...host.redis_server import without_password
 from ...wording import shown
-from .presets import Preset, load, split
-from .record import from_kept
+from .presets import Preset, from_kept, load, split
 
 if TYPE_CHECKING:
     from ....common.config import Config

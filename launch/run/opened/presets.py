@@ -288,3 +288,9 @@ def split(words: Sequence[str], default: str) -> tuple[str, list[str]]:
             f"or lay one preset over another with {'+'.join(rest)}"
         )
     return (rest[0] if rest else default), overrides
+
+
+def from_kept(word: str) -> str:
+    """A kept override as it is read today: 0.2.0 took a bare ``None`` for that text."""
+    key, _, value = word.partition("=")
+    return f"{key}='None'" if value.strip() == "None" else word

@@ -119,12 +119,6 @@ def as_kept(word: str) -> str:
         return word
 
 
-def from_kept(word: str) -> str:
-    """A kept override as it is read today: 0.2.0 took a bare ``None`` for that text."""
-    key, _, value = word.partition("=")
-    return f"{key}='None'" if value.strip() == "None" else word
-
-
 def apart(word: str) -> tuple[str, str | None]:
     """A word of a command line as it may be shown, stored and handed to a process, and the password that it held.
 

@@ -15,8 +15,7 @@ from typing import Any
 from ....common.errors import ConfigError, DataError
 from ....common.run_folder import RunFolder, read_stages
 from ...wording import shown
-from ..opened.presets import Preset, over
-from ..opened.record import from_kept
+from ..opened.presets import Preset, from_kept, over
 
 _NAMED = re.compile(r"\{([a-z][a-z0-9-]*)\}")
 ROUND = "{round}"
