@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -142,11 +142,7 @@ AnyEnvironment = Annotated[
     Field(discriminator="form"),
 ]
 FORMS: Mapping[str, type[Section]] = {
-    "tools": ToolsEnvironment,
-    "agent": AgentEnvironment,
-    "text": TextEnvironment,
-    "verifiers": VerifiersEnvironment,
-    "appworld": AppWorldEnvironment,
+    one.model_fields["form"].default: one for one in get_args(get_args(AnyEnvironment)[0])
 }
 """The class of each form."""
 

@@ -146,7 +146,8 @@ class Saver:
         require_same_frozen(newest.state, self._state)
         self._leader.load(newest.folder)
         with self._leader.waiting():
-            self._checkpoints.point_to(newest)
+            # A save may have been killed before it had LATEST name it.
+            disk.persist(newest.folder, lambda: self._checkpoints.point_to(newest.folder))
         self.saved = newest.version.step
         return self.saved
 

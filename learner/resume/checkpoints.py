@@ -24,7 +24,6 @@ from typing import Any
 
 import xxhash
 
-from ...common import disk
 from ...common.errors import DataError
 from ...common.plain import SEAL, damaged, fits, read_object, sealed, unsealed
 from ...common.records import Version
@@ -185,7 +184,7 @@ class Checkpoints:
         place = self.folder / f"{PREFIX}{version.step:08d}"
         replace_folder(staging, place)
         self._damaged.discard(place)
-        write_atomic(self.folder / LATEST, place.name + "\n")
+        self.point_to(place)
         self._let_go(version.step)
         return read(place)
 
@@ -196,15 +195,11 @@ class Checkpoints:
         place.mkdir(parents=True)
         return place
 
-    def point_to(self, checkpoint: Checkpoint) -> None:
-        """Has ``LATEST`` name a checkpoint, as a save may have been killed before it did.
-
-        Raises:
-            DiskFull: there was no space for too long.
-        """
-        path, content = self.folder / LATEST, checkpoint.folder.name + "\n"
+    def point_to(self, place: Path) -> None:
+        """Has ``LATEST`` name the checkpoint in this folder."""
+        path, content = self.folder / LATEST, place.name + "\n"
         if not path.exists() or path.read_bytes() != content.encode():
-            disk.persist(path, lambda: write_atomic(path, content))
+            write_atomic(path, content)
 
     def clean(self) -> None:
         """Removes what an interrupted write has left."""

@@ -153,29 +153,25 @@ def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
 
 
 def empty_columns(path: Path) -> frozenset[str]:
-    """Columns of a CSV file in which no row has a value: a header alone says nothing. None of other files.
+    """Columns of a CSV file in which no row has a value; none of other files.
 
     The rows after those in which every column has had a value aren't looked at.
     """
     if path.suffix != ".csv":
         return frozenset()
-    csv.field_size_limit(MAX_ROW_CHARACTERS)
-    header: list[str] | None = None
-    empty: set[str] = set()
+    empty: set[str] | None = None
     try:
-        with open(path, encoding="utf-8-sig", newline="") as text:
-            for cells in csv.reader(text, strict=True):
-                if header is None:
-                    header = cells or None
-                    empty = set(cells)
-                else:
-                    pairs = zip(header, cells, strict=False)
-                    empty -= {name for name, cell in pairs if cell.strip()}
-                    if not empty:
-                        break
-    except (OSError, csv.Error, UnicodeDecodeError):
+        for row in raw_rows(path):
+            if isinstance(row, RowError):
+                continue
+            if empty is None:
+                empty = set(row)
+            empty -= {name for name, value in row.items() if value is not None}
+            if not empty:
+                break
+    except DataError:
         pass  # Whoever reads the rows is told of it.
-    return frozenset(empty)
+    return frozenset(empty or ())
 
 
 def _json(path: Path, file: IO[bytes]) -> Iterator[Raw]:

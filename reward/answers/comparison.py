@@ -73,10 +73,10 @@ def decide(answer: str | None, gold_text: str, by: Mode) -> Decision | None:
     if "</answer>" in answer:
         return _decision(False, "tag")
     if by.compare == "exact":
-        same = canonical(normalised).casefold() == _stated(gold).casefold()
+        same = canonical(normalised).casefold() == gold.stated_canonical.casefold()
         return _decision(same, "text")
     # Some modes leave the words around an answer's value in.
-    if canonical(normalised) in (gold.canonical, _stated(gold)):
+    if canonical(normalised) in (gold.canonical, gold.stated_canonical):
         return _decision(True, "text")
     ours = read_answer(answer, normalised, gold, by)
     for how, engine in ENGINES:
@@ -84,10 +84,6 @@ def decide(answer: str | None, gold_text: str, by: Mode) -> Decision | None:
         if right is not None:
             return _decision(right, how)
     return None
-
-
-def _stated(gold: Gold) -> str:
-    return gold.canonical if gold.stated == gold.text else canonical(normalise(gold.stated))
 
 
 def _decide_any(answer: str | None, golds: tuple[str, ...], by: Mode) -> Decision | None:

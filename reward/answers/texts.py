@@ -26,6 +26,8 @@ class Gold:
 
     stated: str
     """What the data set states: its text, its box or its formula."""
+    stated_canonical: str
+    """The same as ``canonical`` has it."""
     text: str
     """The text to compare: the same without the words around its value, as they are left out of an answer."""
     normalised: str
@@ -64,12 +66,14 @@ def read_gold(gold: str) -> Gold:
     stated = text
     text = extraction.refine(text)
     normalised = normalise(text)
+    text_canonical = canonical(normalised)
     number = read_number(_value_of(normalised) or normalised)
     return Gold(
         stated=stated,
+        stated_canonical=text_canonical if stated == text else canonical(normalise(stated)),
         text=text,
         normalised=normalised,
-        canonical=canonical(normalised),
+        canonical=text_canonical,
         number=number,
         letter=option_letter(text),
         words=_words(text, normalised),

@@ -13,7 +13,7 @@ from functools import lru_cache
 import xxhash
 
 from ....common import templates
-from ....common.config import Config, DataConfig
+from ....common.config import Config, DataConfig, OptimizerConfig
 from ....common.errors import ConfigError
 from ....common.import_path import is_import_path, require_module, source_of, split_path
 from ....learner.loop import own_schedule
@@ -36,11 +36,8 @@ def check_named(config: Config) -> None:
     _check_functions(config)
     if config.run.callbacks:
         _check_callbacks(config.run.callbacks, config.run.callback_memory_mb)
-    total, critic = config.run.steps, config.learner.critic
-    optimizers = {own_schedule.KEY: config.learner.optimizer}
-    if critic is not None:
-        optimizers[CRITIC_KEY] = critic.optimizer
-    for key, optimizer in optimizers.items() if config.learner.train else ():
+    total = config.run.steps
+    for key, optimizer in _optimizers(config).items() if config.learner.train else ():
         if is_import_path(optimizer.schedule):
             first = 1 if total is None else warmup_of(optimizer, total) + 1
             _check_schedule(key, optimizer.schedule, first, total)
@@ -54,20 +51,31 @@ def _check_data(data: DataConfig) -> None:
             modes.mode(one.mode, key=f"data.evaluate.{place}.mode")
         if one.template is not None:
             templates.named(one.template, key=f"data.evaluate.{place}.template")
-    forms = {
-        **{f"data.train.{place}.form": one.form for place, one in enumerate(data.train)},
-        **{f"data.evaluate.{place}.form": one.form for place, one in enumerate(data.evaluate)},
-    }
-    named = {key: form for key, form in forms.items() if form is not None}
-    if named:
+    if forms := _forms(data):
         # Readers of files are loaded with the forms.
         from ....replay.forms import named_form
 
-        for key, form in named.items():
+        for key, form in forms.items():
             if ":" in form:
                 require_module(form, key)
             else:
                 named_form(form, key=key)
+
+
+def _forms(data: DataConfig) -> dict[str, str]:
+    """The forms that sources and held-out sets name, by key."""
+    forms = {
+        **{f"data.train.{place}.form": one.form for place, one in enumerate(data.train)},
+        **{f"data.evaluate.{place}.form": one.form for place, one in enumerate(data.evaluate)},
+    }
+    return {key: form for key, form in forms.items() if form is not None}
+
+
+def _optimizers(config: Config) -> dict[str, OptimizerConfig]:
+    """The optimizers of the policy and of a critic, by the key of their schedule."""
+    critic = config.learner.critic
+    optimizers = {own_schedule.KEY: config.learner.optimizer}
+    return optimizers if critic is None else {**optimizers, CRITIC_KEY: critic.optimizer}
 
 
 def _check_functions(config: Config) -> None:
@@ -124,15 +132,12 @@ def own_code(config: Config) -> dict[str, str]:
 
     Imports none of them, and doesn't look at what they import.
     """
-    learner, critic = config.learner, config.learner.critic
     named = [
-        learner.objective.name,
-        learner.optimizer.schedule,
-        critic.optimizer.schedule if critic is not None else "",
+        config.learner.objective.name,
+        *(optimizer.schedule for optimizer in _optimizers(config).values()),
         config.rollout.engine,
         *(part.name for part in config.reward.components),
-        *(one.form or "" for one in config.data.train),
-        *(one.form or "" for one in config.data.evaluate),
+        *_forms(config.data).values(),
         *config.run.callbacks,
         *(getattr(one, "target", "") for one in config.environments.use.values()),
     ]

@@ -80,7 +80,7 @@ def test_what_a_killed_save_has_left_is_made_good(
     again.clean()
     newest = again.newest()
     assert newest is not None
-    again.point_to(newest)
+    again.point_to(newest.folder)
     assert (tmp_path / "LATEST").read_text() == "step-00000006\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "LATEST",
